@@ -1,0 +1,275 @@
+"""Typed configuration: defaults < TOML file < dotted flags (``--optim.lr 1e-4``).
+
+An unknown key is an error that names the key, its section and the nearest known one. The resolved config is written to
+the run directory. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from coterie.errors import UserError
+
+
+class Section(BaseModel):
+    """Base of every config section: unknown keys are errors, values are never coerced from the wrong kind."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    name: str = "tiny"
+    """`tiny`, `smollm2`, a Hugging Face id, or a local folder."""
+    lora_rank: int = Field(0, ge=0)
+    """0 trains all weights; otherwise the rank of the LoRA adapters."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """LoRA scale numerator (the update is alpha / rank * B A)."""
+    lora_targets: str = "all-linear"
+    """Comma-separated module names that get an adapter, or `all-linear`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type. Master weights are always float32."""
+    device: str = "auto"
+    """`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`."""
+    system_prompt: str = ""
+    """System message of the chat template. Empty: none. Ignored by models without a chat template."""
+
+
+class TaskConfig(Section):
+    kind: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
+    """Where problems come from."""
+    name: str = ""
+    """reasoning-gym task name; empty: the key under which the task is listed."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the reasoning-gym task."""
+    path: str = ""
+    """JSONL file with `prompt`, `answer` and optionally `verifier` per line (kind = "jsonl")."""
+    verifier: Literal["auto", "exact", "numeric", "math", "code", "task", "task_partial"] = "auto"
+    """How an answer is scored. `auto`: the task's own right/wrong (reasoning-gym) or the dataset line's verifier.
+    `task_partial` opts in to the library's partial credit."""
+    suffix: str = ""
+    """Text appended to every prompt (for example a format instruction)."""
+    weight: float = Field(1.0, ge=0)
+    """Share of problems drawn from this task, relative to the others."""
+
+
+class RolloutConfig(Section):
+    problems: int = Field(8, ge=1)
+    """Problems (= groups) rolled out per step: SAPO's I plus what is filtered."""
+    group_size: int = Field(8, ge=1)
+    """Trajectories per problem, G. Training needs at least 2."""
+    max_new_tokens: int = Field(64, ge=1)
+    """Budget of a response, helpers' words included."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """Longer prompts are dropped and counted, never cut."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the learner re-scores at the same one."""
+    stop: tuple[str, ...] = ()
+    """Stop strings. The tokens that complete one are kept whole."""
+    token_budget: int = Field(16384, ge=1)
+    """Most tokens (rows x length) held in the KV cache at once."""
+    resample: int = Field(0, ge=0)
+    """Extra rollout rounds to replace own groups without signal (the own-group filter). 0: keep what came."""
+
+
+class AdvantageConfig(Section):
+    kind: Literal["mean_std", "mean", "rloo", "batch", "gae"] = "mean_std"
+    """`mean_std` GRPO, `mean` Dr.GRPO, `rloo` leave-one-out, `batch` REINFORCE++, `gae` PPO with a value head."""
+
+
+class LossConfig(Section):
+    kind: Literal["clip", "gspo"] = "clip"
+    """`clip`: token-level PPO clip; `gspo`: one ratio per sequence (length-normalised)."""
+    clip_low: float = Field(0.2, gt=0)
+    """Lower clip distance: ratios below 1 - clip_low are clipped."""
+    clip_high: float = Field(0.28, gt=0)
+    """Upper clip distance: ratios above 1 + clip_high are clipped."""
+    normalization: Literal["token", "sequence", "constant"] = "token"
+    """Divide by trained tokens, average per sequence, or divide by rows x max_new_tokens."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 KL estimate to the start model, in the loss."""
+    mask_truncated: bool = False
+    """Leave truncated answers out of the loss."""
+    external_loss: Literal["masked", "ppo_is", "surrogate", "luffy", "aipo", "ce"] = "masked"
+    """Treatment of helpers' tokens."""
+    peer_loss: Literal["surrogate", "positive", "tapered", "truncated_is", "masked", "luffy", "aipo", "ce"] = "positive"
+    """Treatment of peers' trajectories."""
+
+
+class OptimConfig(Section):
+    lr: float = Field(3e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW first-moment decay."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """AdamW second-moment decay."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest L2 norm of the gradient."""
+    updates: int = Field(1, ge=1)
+    """Optimiser steps on each batch (same data; ratios differ from 1 after the first)."""
+    token_budget: int = Field(16384, ge=1)
+    """Most tokens of a micro-batch. Changes memory and speed, never the update."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+class EvalConfig(Section):
+    every: int = Field(10, ge=0)
+    """Steps between held-out evaluations. 0: only at the start and the end."""
+    problems: int = Field(32, ge=1)
+    """Held-out problems per task."""
+    samples: int = Field(4, ge=1)
+    """Sampled answers per held-out problem, at the training temperature."""
+
+
+class ScoringConfig(Section):
+    workers: int = Field(1, ge=1)
+    """Scoring processes."""
+    timeout_s: float = Field(5.0, gt=0)
+    """Wall time allowed for one answer before its worker is killed."""
+    memory_mb: int = Field(1024, ge=64)
+    """Address space of a worker."""
+    allow_unconfined: bool = False
+    """Score untrusted text even where this system lacks a means of confinement (named at start)."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(1, ge=1)
+    """Steps between checkpoints. A killed run repeats the steps since the last one, bit-identically on a CPU."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints kept."""
+
+
+class TrackingConfig(Section):
+    transcripts: int = Field(4, ge=0)
+    """Trajectories written to trajectories.jsonl per step."""
+    tensorboard: bool = False
+    """Also log to TensorBoard (extra `tensorboard`)."""
+    wandb: bool = False
+    """Also log to Weights & Biases (extra `wandb`)."""
+    trackio: bool = False
+    """Also log to trackio (extra `trackio`)."""
+
+
+class Config(Section):
+    """Everything a run depends on."""
+
+    run_dir: str = "runs/run"
+    """Where the run is written."""
+    steps: int = Field(100, ge=0)
+    """Training steps."""
+    seed: int = Field(0, ge=0)
+    """All randomness derives from this, the step and the purpose."""
+    threads: int = Field(0, ge=0)
+    """CPU threads for torch. 0: all cores."""
+    model: ModelConfig = ModelConfig()
+    tasks: dict[str, TaskConfig] = Field(default_factory=dict)
+    rollout: RolloutConfig = RolloutConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    scoring: ScoringConfig = ScoringConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _conflicts(self) -> Config:
+        if self.tasks and not any(t.weight > 0 for t in self.tasks.values()):
+            raise ValueError("tasks: every weight is 0; give at least one task a positive weight")
+        return self
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read ``path`` (TOML) and apply dotted ``overrides`` (``["--optim.lr", "1e-4"]``).
+
+    Raises:
+        UserError: missing file, broken TOML (with line and column), unknown key (with a suggestion), wrong type or value.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise UserError(f"config {file}: no such file")
+        try:
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise UserError(f"config {file}: not valid TOML: {e}") from e
+    for key, value in _pairs(overrides):
+        _set(data, key.split("."), value)
+    return config_from_dict(data)
+
+
+def config_from_dict(data: dict[str, Any]) -> Config:
+    """Validate a nested dict. Raises UserError with one line per problem."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as e:
+        raise UserError("\n".join(_explain(err) for err in e.errors())) from e
+
+
+def _pairs(flags: Sequence[str]) -> list[tuple[str, Any]]:
+    """Split ``--a.b value`` and ``--a.b=value`` into pairs; values are read as TOML, else taken as text."""
+    out: list[tuple[str, Any]] = []
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise UserError(f"unexpected argument {flag!r}: config values are set with --section.key VALUE")
+        key, eq, text = flag[2:].partition("=")
+        if not eq:
+            if not rest:
+                raise UserError(f"--{key} needs a value")
+            text = rest.pop(0)
+        try:
+            value = tomllib.loads(f"v = {text}")["v"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        out.append((key, value))
+    return out
+
+
+def _set(data: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise UserError(f"--{'.'.join(path)}: {part} is a value, not a section")
+    data[path[-1]] = value
+
+
+def _explain(err: Any) -> str:
+    where = ".".join(str(p) for p in err["loc"])
+    if err["type"] == "extra_forbidden":
+        known = _known_keys(err["loc"][:-1])
+        close = difflib.get_close_matches(str(err["loc"][-1]), known, n=1, cutoff=0.5)
+        section = ".".join(str(p) for p in err["loc"][:-1])
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+        return f"config: unknown key {err['loc'][-1]!r} in {f'[{section}]' if section else 'the top level'}; {hint}"
+    message = err["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(err.get("input"), dict) else f" (got {err.get('input')!r})"
+    return f"config: {where + ': ' if where else ''}{message}{shown}"
+
+
+def _known_keys(loc: Sequence[Any]) -> list[str]:
+    section: Any = Config
+    for part in loc:
+        if section is TaskConfig or not hasattr(section, "model_fields"):
+            break
+        info = section.model_fields.get(str(part))
+        if info is None:  # a task's own name
+            continue
+        section = TaskConfig if part == "tasks" else info.annotation
+    return list(getattr(section, "model_fields", {}))
