@@ -81,6 +81,8 @@ class RolloutConfig(Section):
 class AdvantageConfig(Section):
     kind: Literal["mean_std", "mean", "rloo", "batch", "gae"] = "mean_std"
     """`mean_std` GRPO, `mean` Dr.GRPO, `rloo` leave-one-out, `batch` REINFORCE++, `gae` PPO with a value head."""
+    baseline: Literal["own_mode", "solo_mean", "shared"] = "own_mode"
+    """What a trajectory is compared with when helped and solo rollouts are mixed in a group."""
 
 
 class LossConfig(Section):
