@@ -145,6 +145,85 @@ class ScoringConfig(Section):
     """Score untrusted text even where this system lacks a means of confinement (named at start)."""
 
 
+class HelperConfig(Section):
+    """One role's helper (`[helpers.roles.verify]`)."""
+
+    backend: Literal["openai", "local", "scripted"] = "openai"
+    """`openai`: any OpenAI-compatible endpoint; `local`: a frozen model in this process; `scripted`: code or a table."""
+    limit: int = Field(2, ge=1)
+    """Consultations of this role per trajectory."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature of the helper. At 0 its log-probs are not used."""
+    max_tokens: int = Field(0, ge=0)
+    """Tokens asked of the helper. 0: `helpers.feedback_tokens`. Models that think first need more."""
+    url: str = ""
+    """openai: base URL including the version (`http://localhost:8000/v1`)."""
+    model: str = ""
+    """openai: model name sent to the endpoint. local: `base` (the start model, frozen), a Hugging Face id or a folder."""
+    key_env: str = ""
+    """openai: name of the environment variable that holds the API key. Empty: no key is sent."""
+    same_tokenizer: bool = False
+    """openai: the endpoint serves a model with the policy's tokenizer and returns `token_ids` (vLLM): they are inserted
+    as they are, with the endpoint's log-probs."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """openai: further fields of the request; they override the ones set here."""
+    call: str = ""
+    """scripted: `module:function` or `path/file.py:function`, given a HelperRequest, returning the reply's text."""
+    table: dict[str, str] = Field(default_factory=dict)
+    """scripted: query -> reply; the key `*` answers everything else."""
+
+
+class HelpersConfig(Section):
+    """Helpers the policy may ask in the middle of a rollout. No roles: off."""
+
+    roles: dict[str, HelperConfig] = Field(default_factory=dict)
+    """Role (`verify`, `knowledge`, `reasoning`, or one that `prompts` defines) -> its helper."""
+    form: str = "full"
+    """Set of tags and texts in the prompts file: `full` (instructions for a chat model) or `short` (a few characters,
+    for models too small to follow instructions)."""
+    prompts: str = ""
+    """TOML file with tags, texts and limits notes; tables in it override the shipped ones of the same name."""
+    total_limit: int = Field(4, ge=1)
+    """Consultations per trajectory, all roles together."""
+    query_tokens: int = Field(256, ge=1)
+    """Longest question; a longer one is answered with a note."""
+    feedback_tokens: int = Field(192, ge=1)
+    """Longest reply; a longer one is cut at a token and marked as cut."""
+    reserve: float = Field(0.25, ge=0, lt=1)
+    """Share of `rollout.max_new_tokens` kept for the policy after the last reply."""
+    shown_tokens: int = Field(1024, ge=0)
+    """Most recent tokens of the trajectory that the helper sees."""
+    notes_limit: int = Field(2, ge=0)
+    """Error notes (invalid question, limit reached) per trajectory; the next such question ends it."""
+    train_wrappers: bool = False
+    """Train the tags around replies as the helper's words (only for the `tagged` evaluation mode, where the policy has to
+    write them). Costs accuracy in plain mode."""
+    solo_min: int = Field(2, ge=0)
+    """Least trajectories of a group under the plain prompt, without helpers."""
+    solo_start: float = Field(0.25, ge=0, le=1)
+    """Share of solo trajectories at the start."""
+    solo_end: float = Field(0.75, ge=0, le=1)
+    """Share of solo trajectories after `solo_steps`."""
+    solo_steps: int = Field(100, ge=1)
+    """Steps over which the share moves linearly from `solo_start` to `solo_end`."""
+    max_failed: float = Field(0.5, ge=0, le=1)
+    """A group with a larger share of helped trajectories lost to helper failures is left out."""
+    collapse_steps: int = Field(20, ge=1)
+    """Steps in a row without any consultation after which `helpers/collapsed` turns 1."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Wall time of one try."""
+    tries: int = Field(3, ge=1)
+    """Tries per question; waits between them double and are jittered."""
+    concurrency: int = Field(16, ge=1)
+    """Questions in flight at once."""
+    breaker_failures: int = Field(8, ge=1)
+    """Failed questions in a row after which a helper is not asked for `breaker_cooldown_s`."""
+    breaker_cooldown_s: float = Field(60.0, gt=0)
+    """Rest after which one question is let through to see whether the helper is back."""
+    max_reply_bytes: int = Field(1 << 20, ge=1024)
+    """A response body beyond this is not read further and counts as failed."""
+
+
 class CheckpointConfig(Section):
     every: int = Field(1, ge=1)
     """Steps between checkpoints. A killed run repeats the steps since the last one, bit-identically on a CPU."""
@@ -182,6 +261,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
     scoring: ScoringConfig = ScoringConfig()
+    helpers: HelpersConfig = HelpersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
 
@@ -268,10 +348,13 @@ def _explain(err: Any) -> str:
 def _known_keys(loc: Sequence[Any]) -> list[str]:
     section: Any = Config
     for part in loc:
-        if section is TaskConfig or not hasattr(section, "model_fields"):
+        if section in _LISTED.values() or not hasattr(section, "model_fields"):
             break
         info = section.model_fields.get(str(part))
         if info is None:  # a task's own name
             continue
-        section = TaskConfig if part == "tasks" else info.annotation
+        section = _LISTED.get(str(part), info.annotation)
     return list(getattr(section, "model_fields", {}))
+
+
+_LISTED: dict[str, Any] = {"tasks": TaskConfig, "roles": HelperConfig}  # tables whose keys the user names
