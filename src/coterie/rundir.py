@@ -35,12 +35,16 @@ class RunDir:
         except OSError as e:
             raise UserError(f"run_dir {self.path}: cannot write there ({e.strerror}); choose another --run_dir") from e
         try:
+            self._claim(cfg)
+        except BaseException:
+            self.close()
+            raise
+
+    def _claim(self, cfg: Config) -> None:
+        try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             raise UserError(f"run_dir {self.path}: another process is writing this run") from e
-        self._claim(cfg)
-
-    def _claim(self, cfg: Config) -> None:
         config = self.path / "config.toml"
         if config.exists():
             before = load_config(config)

@@ -1,0 +1,247 @@
+"""The ``coterie`` command. Each subcommand is a few lines that call a function of the package; torch loads only when needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from coterie.errors import CoterieError, UserError
+
+app = typer.Typer(
+    name="coterie",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Reinforcement-learning post-training for language models that learn together.",
+)
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a machine.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")]
+ConfigPath = Annotated[Path, typer.Argument(help="TOML file; any value can be overridden: --optim.lr 1e-4")]
+
+
+def main() -> None:
+    """Entry point: errors a user can act on are one line and an exit code, never a traceback."""
+    try:
+        app(standalone_mode=True)
+    except CoterieError as e:
+        Console(stderr=True).print(f"[bold red]error:[/] {e}", highlight=False, soft_wrap=True)
+        sys.exit(e.exit_code)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the same command goes on from the last checkpoint", highlight=False)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def emit(data: Any) -> None:
+    """Print JSON on stdout."""
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+@app.command()
+def demo(
+    run_dir: Annotated[Path, typer.Option(help="Where to write the run.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+) -> None:
+    """Offline, on the CPU, in about a minute: a tiny model learns; a table, a report, what to try next.
+
+    Example: coterie demo
+    """
+    from coterie.demo import demo as run
+
+    run(run_dir, seed)
+
+
+@app.command(context_settings=OVERRIDES)
+def train(ctx: typer.Context, config: ConfigPath, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Train one node. An unfinished run in the same run_dir is continued.
+
+    Example: coterie train configs/tiny.toml --optim.lr 1e-4 --run_dir runs/first
+    """
+    from coterie.config import load_config
+
+    cfg = load_config(config, ctx.args)
+    if dry_run:
+        typer.echo(cfg.to_toml(), nl=False)
+        return
+    from coterie.report import write_report
+    from coterie.run import train as run
+
+    done = run(cfg, quiet=as_json)
+    report = write_report([done.run_dir], done.run_dir / "report.html")
+    if as_json:
+        emit({"run_dir": str(done.run_dir), "steps": done.steps, "metrics": done.metrics, "report": str(report)})
+    else:
+        typer.echo(f"\nreport: {report}\nmodel:  {done.run_dir / 'model'}")
+
+
+@app.command(context_settings=OVERRIDES)
+def sft(ctx: typer.Context, config: ConfigPath, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Supervised training on worked answers to the same tasks (the comparison arm).
+
+    Example: coterie sft configs/tiny.toml --run_dir runs/sft --steps 50
+    """
+    from coterie.config import load_config
+
+    cfg = load_config(config, ctx.args)
+    if dry_run:
+        typer.echo(cfg.to_toml(), nl=False)
+        return
+    from coterie.report import write_report
+    from coterie.sft import train as run
+
+    done = run(cfg, quiet=as_json)
+    report = write_report([done.run_dir], done.run_dir / "report.html")
+    if as_json:
+        emit({"run_dir": str(done.run_dir), "steps": done.steps, "metrics": done.metrics, "report": str(report)})
+    else:
+        typer.echo(f"\nreport: {report}")
+
+
+@app.command("eval", context_settings=OVERRIDES)
+def evaluate(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="tiny, smollm2, a Hugging Face id, a folder, or a run directory.")],
+    tasks: Annotated[str, typer.Option(help="Comma-separated task names, or a TOML file with [tasks.*].")],
+    k: Annotated[str, typer.Option("-k", help="Values of k for pass@k.")] = "1",
+    problems: Annotated[int, typer.Option(help="Held-out problems per task.")] = 100,
+    samples: Annotated[int, typer.Option(help="Answers per problem; 0: the largest k.")] = 0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Unbiased pass@k on held-out problems, per task, with intervals and the settings.
+
+    Example: coterie eval tiny --tasks chain_sum,gcd -k 1,8 --problems 50
+    """
+    from coterie.evalcmd import EvalRequest, run_eval
+
+    ks = _ints(k, "-k")
+    request = EvalRequest(model, tasks, ks, problems, samples or max(ks), temperature, max_new_tokens, seed)
+    result = run_eval(request, ctx.args)
+    if as_json:
+        emit(result)
+        return
+    table = Table("task", *(f"pass@{x}" for x in ks), "95% interval (pass@1)", "length", "truncated", box=None)
+    for name, t in result["tasks"].items():
+        low, high = t["interval95"]
+        passes = [f"{t['pass'][str(x)]:.3f}" if str(x) in t["pass"] else "-" for x in ks]
+        table.add_row(name, *passes, f"{low:.3f} - {high:.3f}", f"{t['mean_length']:.1f}", f"{t['truncated']:.0%}")
+    Console().print(table)
+    typer.echo(f"mean pass@1 over tasks: {result['accuracy']:.3f}   settings: {json.dumps(result['settings'])}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file to write; default RUN/report.html.")] = None,
+) -> None:
+    """One self-contained HTML page for one or several runs.
+
+    Example: coterie report runs/a runs/b --out compare.html
+    """
+    from coterie.report import write_report
+
+    typer.echo(write_report(runs, out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check this machine: what works, what is missing, what to do about it.
+
+    Example: coterie doctor
+    """
+    from coterie.doctor import checks
+
+    found = checks()
+    if as_json:
+        emit([c.__dict__ for c in found])
+    else:
+        marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[red]fail[/]"}
+        table = Table("", "check", "finding", "what to do", box=None)
+        for c in found:
+            table.add_row(marks[c.level], c.name, c.finding, c.advice)
+        Console().print(table)
+    if any(c.level == "fail" for c in found):
+        raise typer.Exit(1)
+
+
+tasks_app = typer.Typer(no_args_is_help=True, help="What can be trained on.")
+app.add_typer(tasks_app, name="tasks")
+
+
+@tasks_app.command("list")
+def tasks_list(as_json: Json = False) -> None:
+    """All built-in tasks.
+
+    Example: coterie tasks list
+    """
+    from coterie.tasks.reasoning_gym import task_names
+
+    names = task_names()
+    emit(names) if as_json else typer.echo("\n".join(names))
+
+
+@tasks_app.command("show")
+def tasks_show(name: str, as_json: Json = False) -> None:
+    """Parameters with defaults, an example problem, and how its answers are scored.
+
+    Example: coterie tasks show chain_sum
+    """
+    from coterie.tasks.reasoning_gym import describe
+
+    found = describe(name)
+    if as_json:
+        emit(found)
+        return
+    for key, value in found.items():
+        typer.echo(f"[{key}]\n{value}\n" if isinstance(value, str) else f"[{key}]\n{json.dumps(value, indent=2)}\n")
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="score | round | swarm | merge")],
+    as_json: Json = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+) -> None:
+    """Measure this machine. Figures come with the settings they were made with.
+
+    Example: coterie bench score --json
+    """
+    import importlib
+
+    known = ("score", "round", "swarm", "merge")
+    if name not in known:
+        raise UserError(f"bench {name}: unknown; one of {', '.join(known)}")
+    result = importlib.import_module(f"coterie.bench.{name}").run()
+    if out is not None:
+        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        emit(result)
+    else:
+        Console().print_json(data=result)
+
+
+def _ints(text: str, flag: str) -> list[int]:
+    try:
+        values = [int(x) for x in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise UserError(f"{flag} {text}: expected whole numbers from 1, separated by commas, such as 1,8")
+    return values
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""``coterie eval``: a model, tasks by name, pass@k."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.config import Config, TaskConfig, config_from_dict, load_config
+from coterie.errors import UserError
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """What to evaluate, as asked on the command line."""
+
+    model: str
+    tasks: str
+    ks: list[int]
+    problems: int
+    samples: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.samples < max(self.ks):
+            raise UserError(
+                f"pass@{max(self.ks)} needs at least {max(self.ks)} samples per problem, not {self.samples}"
+            )
+        if self.problems < 1 or self.max_new_tokens < 1 or self.temperature < 0:
+            raise UserError("--problems and --max-new-tokens must be at least 1, --temperature at least 0")
+
+
+def resolve_model(model: str) -> str:
+    """A run directory stands for the model it trained."""
+    path = Path(model)
+    if (path / "config.toml").is_file():
+        trained = path / "model"
+        if not trained.is_dir():
+            raise UserError(
+                f"{model}: this run has not finished, so it has no model yet; the same train command goes on"
+            )
+        return str(trained)
+    return model
+
+
+def resolve_tasks(names: str, model: str) -> dict[str, TaskConfig]:
+    """Task configs for ``a,b`` or a TOML file.
+
+    Parameters come from where the model learned its tasks: the run's config, or the task list of ``tiny``; for other
+    models and other names they are the library's defaults.
+    """
+    if names.endswith(".toml"):
+        return load_config(names).tasks
+    known = _known_tasks(model)
+    wanted = list(known) if names == "all" and known else [n.strip() for n in names.split(",") if n.strip()]
+    if not wanted:
+        raise UserError("--tasks: name at least one task (see `coterie tasks list`)")
+    return {n: known.get(n, TaskConfig()) for n in wanted}
+
+
+def _known_tasks(model: str) -> dict[str, TaskConfig]:
+    run_config = Path(model) / "config.toml"
+    if run_config.is_file():
+        return load_config(run_config).tasks
+    if model == "tiny":
+        from coterie.models import TINY_TASKS
+
+        return config_from_dict(tomllib.loads(TINY_TASKS.read_text(encoding="utf-8"))).tasks
+    return {}
+
+
+def run_eval(request: EvalRequest, overrides: Sequence[str]) -> dict[str, Any]:
+    """Evaluate and return JSON-ready results (see :meth:`coterie.evaluation.Evaluation.to_json`)."""
+    base = load_config(None, overrides)
+    tasks = resolve_tasks(request.tasks, request.model)
+    cfg = Config.model_validate(
+        {
+            **base.model_dump(),
+            "model": {**base.model.model_dump(), "name": resolve_model(request.model)},
+            "tasks": {n: t.model_dump() for n, t in tasks.items()},
+        }
+    )
+    from coterie.evaluation import evaluate
+    from coterie.run import build_parts
+    from coterie.types import Sampling
+
+    with ExitStack() as stack:
+        parts = stack.enter_context(build_parts(cfg))
+        sampling = Sampling(request.max_new_tokens, temperature=request.temperature, stop=cfg.rollout.stop)
+        problems = parts.tasks.eval_problems(request.problems)
+        done = evaluate(
+            parts.engine, parts.policy.encoder, problems, request.samples, sampling, parts.scorer, seed=request.seed
+        )
+    return {"model": request.model, "request": asdict(request), **done.to_json(request.ks)}

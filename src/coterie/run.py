@@ -1,0 +1,126 @@
+"""A run on disk: build the parts, resume where it stopped, step, evaluate, log, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.checkpoint import Checkpoint, load_latest, save_checkpoint
+from coterie.config import Config
+from coterie.console import RunConsole
+from coterie.engines.torch import TorchEngine
+from coterie.errors import UserError
+from coterie.policy import Policy
+from coterie.rng import derive
+from coterie.rundir import RunDir
+from coterie.tasks.base import build_tasks
+from coterie.tasks.scoring import Scorer
+from coterie.tracking import Tracker, transcript
+from coterie.trainer import Trainer
+from coterie.types import Group
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    run_dir: Path
+    steps: int
+    metrics: dict[str, float]
+
+
+def check(cfg: Config) -> None:
+    """Refuse what cannot train, before anything is loaded.
+
+    Raises:
+        UserError: says what and why.
+    """
+    if not cfg.tasks:
+        raise UserError("config: no tasks; add at least one [tasks.NAME] section (see `coterie tasks list`)")
+    if cfg.rollout.group_size < 2:
+        raise UserError(
+            "config: rollout.group_size = 1 gives no baseline (an answer's advantage is its difference from the others "
+            "to the same problem); use at least 2, better 8. Evaluation with one sample is `coterie eval`"
+        )
+
+
+@contextmanager
+def build(cfg: Config) -> Iterator[Trainer]:
+    """All parts of a node, closed in the right order whatever happens."""
+    torch.set_num_threads(cfg.threads or torch.get_num_threads())
+    torch.manual_seed(derive(cfg.seed, "torch") % 2**31)
+    with ExitStack() as stack:
+        tasks = build_tasks(cfg.tasks)
+        scorer = stack.enter_context(Scorer(cfg.scoring))
+        policy = Policy.load(cfg.model, cfg.optim, seed=cfg.seed)
+        engine = TorchEngine(policy, token_budget=cfg.rollout.token_budget)
+        yield Trainer(cfg, policy, engine, tasks, scorer)
+
+
+def train(cfg: Config, *, quiet: bool = False) -> Summary:
+    """Run ``cfg`` to its last step; an unfinished run in the same directory is continued.
+
+    Raises:
+        UserError: config or run directory cannot be used as asked.
+        CoterieError: the disk refuses; the last checkpoint is intact.
+    """
+    check(cfg)
+    with ExitStack() as stack:
+        run = RunDir(cfg)
+        stack.callback(run.close)
+        trainer = stack.enter_context(build(cfg))
+        tracker = stack.enter_context(Tracker(cfg, run))
+        console = stack.enter_context(RunConsole(cfg.steps, quiet=quiet, every=max(1, cfg.steps // 20)))
+        resume(trainer, run, console)
+        metrics: dict[str, float] = {}
+        if trainer.step == 0:
+            metrics = trainer.evaluate().metrics()
+            tracker.log(0, metrics)
+            console.row(0, metrics)
+        while trainer.step < cfg.steps:
+            metrics, groups = trainer.train_step()
+            metrics |= _held_out(trainer, groups)
+            tracker.log(trainer.step, metrics)
+            tracker.transcripts(trainer.step, [transcript(g, trainer.policy.encoder) for g in groups])
+            console.row(trainer.step, metrics)
+            if trainer.step % cfg.checkpoint.every == 0 or trainer.step == cfg.steps:
+                save(trainer, run)
+        run.finish()
+        return Summary(run.path, trainer.step, metrics)
+
+
+def _held_out(trainer: Trainer, groups: list[Group]) -> dict[str, float]:
+    """Evaluation metrics, when they are due."""
+    cfg = trainer.cfg
+    if trainer.step != cfg.steps and not (cfg.eval.every and trainer.step % cfg.eval.every == 0):
+        return {}
+    return {**trainer.evaluate().metrics(), "policy/kl_to_start": trainer.kl_to_start(groups)}
+
+
+def save(trainer: Trainer, run: RunDir) -> None:
+    """Everything the next step depends on. Randomness needs no state: it is derived from seed, step and purpose."""
+    state: dict[str, Any] = {"saved_at": time.time()}
+    save_checkpoint(
+        run.checkpoints,
+        Checkpoint(trainer.step, trainer.policy.weights(), trainer.policy.optimizer_state(), state),
+        trainer.cfg.checkpoint.keep,
+    )
+
+
+def resume(trainer: Trainer, run: RunDir, console: RunConsole) -> None:
+    """Load the newest complete checkpoint, if any, and drop the log lines of steps that will be run again."""
+    found = load_latest(run.checkpoints, console.note)
+    if found is None:
+        run.rewind(0)
+        return
+    trainer.policy.load_weights(found.weights)
+    trainer.policy.load_optimizer_state(found.optimizer)
+    trainer.step = found.step
+    run.rewind(found.step + 1)
+    console.note(f"resumed {run.path} at step {found.step} of {trainer.cfg.steps}")

@@ -1,0 +1,90 @@
+"""Where figures go: ``metrics.jsonl`` and ``trajectories.jsonl`` always, TensorBoard, W&B and trackio when asked."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from coterie.config import Config, TrackingConfig
+from coterie.errors import UserError
+from coterie.rundir import RunDir
+from coterie.types import Group, Source
+
+if TYPE_CHECKING:
+    from coterie.prompting import PromptEncoder
+
+Sink = Callable[[int, dict[str, float]], None]
+
+
+class Tracker:
+    """Writes a run's figures and sampled transcripts."""
+
+    def __init__(self, cfg: Config, run: RunDir) -> None:
+        self._run, self._cfg = run, cfg
+        self._sinks, self._closers = _sinks(cfg, run)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for close in self._closers:
+            close()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl. ``step`` is the number of updates done."""
+        self._run.append("metrics.jsonl", [{"step": step, **metrics}])
+        for sink in self._sinks:
+            sink(step, metrics)
+
+    def transcripts(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Keep the first ``tracking.transcripts`` records of the step."""
+        kept = records[: self._cfg.tracking.transcripts]
+        if kept:
+            self._run.append("trajectories.jsonl", [{"step": step, **r} for r in kept])
+
+
+def transcript(group: Group, encoder: PromptEncoder) -> dict[str, Any]:
+    """One trajectory of ``group`` for people: the one longest in doubt (first right one, else the first)."""
+    best = max(group.trajectories, key=lambda t: (len(t.consults), t.reward or 0.0))
+    return {
+        "group": group.id,
+        "problem": group.problem.id,
+        "task": group.problem.task,
+        "author": group.author,
+        "prompt": group.problem.prompt,
+        "prompt_ids": [int(i) for i in best.token_ids[: best.prompt_length]],
+        "segments": [{"source": Source(s.source).name.lower(), "text": s.text} for s in best.segments],
+        "reward": best.reward,
+        "group_rewards": group.rewards,
+        "stop_reason": str(best.stop_reason),
+        "consults": [
+            {"role": c.role, "helper": c.helper, "query": c.query, "outcome": c.outcome, "latency_s": c.latency_s,
+             "tokens": c.end - c.start}
+            for c in best.consults
+        ],
+    }  # fmt: skip
+
+
+def _sinks(cfg: Config, run: RunDir) -> tuple[list[Sink], list[Callable[[], Any]]]:
+    sinks: list[Sink] = []
+    closers: list[Callable[[], Any]] = []
+    if cfg.tracking.tensorboard:
+        writer = _extra("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(run.path / "tensorboard"))
+        sinks.append(lambda step, m: [writer.add_scalar(k, v, step) for k, v in m.items()] and None)
+        closers.append(writer.close)
+    for name in ("wandb", "trackio"):
+        if getattr(cfg.tracking, name):
+            library = _extra(name, name)
+            library.init(project="coterie", name=run.path.name, config=cfg.model_dump(mode="json"))
+            sinks.append(lambda step, m, library=library: library.log(m, step=step))  # type: ignore[misc]
+            closers.append(library.finish)
+    return sinks, closers
+
+
+def _extra(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        flag = {f: f"tracking.{f}" for f in TrackingConfig.model_fields}[extra]
+        raise UserError(f"{flag} = true needs the extra: pip install 'coterie[{extra}]'") from e

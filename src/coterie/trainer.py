@@ -1,0 +1,161 @@
+"""The loop: roll out, share, verify, collate, one loss, one step. Without helpers and peers this *is* GRPO.
+
+groups  = rollout(policy, problems, ...)      helper turns happen here
+exchange.publish(groups)                      share
+peers   = exchange.collect(...)               own problem definitions, own verifier, own key checks
+batch   = collate(own + peers, advantages)
+loss    = policy_loss(policy.logprobs(batch), batch)
+policy.step(loss)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.advantages import group_advantages
+from coterie.batching import Batch, collate, micro_batches
+from coterie.config import Config
+from coterie.engines.base import Engine
+from coterie.evaluation import Evaluation, evaluate
+from coterie.losses import policy_loss
+from coterie.policy import Policy
+from coterie.rng import derive
+from coterie.rollout import Rollout, rollout, rollout_metrics, training_sampling
+from coterie.tasks.base import TaskSet
+from coterie.tasks.scoring import Scorer
+from coterie.types import Group
+
+
+@dataclass
+class Trainer:
+    """One node. ``train_step`` is the loop's body; whoever owns the trainer decides when to evaluate and to save."""
+
+    cfg: Config
+    policy: Policy
+    engine: Engine
+    tasks: TaskSet
+    scorer: Scorer
+    author: str = "self"
+    step: int = 0
+
+    def train_step(self) -> tuple[dict[str, float], list[Group]]:
+        """One round of the loop. Returns its metrics and the node's own groups."""
+        start = time.perf_counter()
+        result = self._own_groups()
+        rolled = time.perf_counter()
+        batch = self._batch(result.groups)
+        metrics = rollout_metrics(result, self.cfg.rollout.group_size)
+        metrics |= self._update(batch)
+        end = time.perf_counter()
+        metrics |= {
+            "time/rollout_s": rolled - start,
+            "time/update_s": end - rolled,
+            "time/step_s": end - start,
+            "time/tokens_per_s": metrics["tokens/generated"] / (rolled - start),
+        }
+        self.step += 1
+        return metrics, result.groups
+
+    def _own_groups(self) -> Rollout:
+        """Roll out this step's problems; with ``rollout.resample``, replace groups without signal, a bounded number of times."""
+        cfg = self.cfg.rollout
+        kept: list[Group] = []
+        rounds: list[Rollout] = []
+        for attempt in range(cfg.resample + 1):
+            need = cfg.problems - len(kept)
+            stream = str(self.cfg.seed) if attempt == 0 else f"{self.cfg.seed}/again{attempt}"
+            problems = self.tasks.draw(stream, self.step, need)
+            seed = derive(self.cfg.seed, "rollout", self.author, self.step, attempt)
+            rounds.append(
+                rollout(
+                    self.engine,
+                    self.policy.encoder,
+                    problems,
+                    cfg,
+                    self.scorer,
+                    author=self.author,
+                    version=self.step,
+                    seed=seed,
+                )
+            )
+            kept += [g for g in rounds[-1].groups if g.informative]
+            if not cfg.resample or len(kept) >= cfg.problems:
+                break
+        return rounds[0] if len(rounds) == 1 else _joined(rounds)
+
+    def _batch(self, groups: Sequence[Group]) -> Batch | None:
+        """The step's batch, or None when no group carries a signal."""
+        advantages = group_advantages(groups, self.cfg.advantage.kind)
+        return collate(groups, advantages, me=self.author, cfg=self.cfg.loss)
+
+    def _update(self, batch: Batch | None) -> dict[str, float]:
+        """``optim.updates`` optimiser steps on ``batch``; micro-batches change memory and speed, never the result."""
+        cfg = self.cfg
+        if batch is None:
+            return {"policy/nothing_to_train": 1.0}
+        parts = micro_batches(batch, cfg.optim.token_budget)
+        old: list[Tensor | None] = [None] * len(parts)
+        metrics: dict[str, float] = {}
+        for _ in range(cfg.optim.updates):
+            metrics = {}
+            for i, part in enumerate(parts):
+                stats = self.policy.logprobs(part)
+                if old[i] is None:
+                    old[i] = stats.logprobs.detach()
+                reference = self.policy.reference_logprobs(part) if cfg.loss.kl_coef > 0 else None
+                out = policy_loss(stats, part, cfg.loss, old_logprobs=old[i], ref_logprobs=reference)
+                self.policy.backward(out.loss)
+                for key, value in out.metrics.items():
+                    metrics[key] = metrics.get(key, 0.0) + value
+            done = self.policy.step(self._lr())
+            metrics |= {"policy/grad_norm": done.grad_norm, "policy/lr": self._lr(), "policy/nothing_to_train": 0.0}
+            metrics["policy/skipped"] = float(done.skipped is not None)
+        return metrics
+
+    def _lr(self) -> float:
+        warmup = self.cfg.optim.warmup_steps
+        return self.cfg.optim.lr * min(1.0, (self.step + 1) / warmup if warmup else 1.0)
+
+    def evaluate(self) -> Evaluation:
+        """Held-out accuracy at the training temperature; the same problems and draws at every call."""
+        cfg = self.cfg
+        problems = self.tasks.eval_problems(cfg.eval.problems)
+        return evaluate(
+            self.engine,
+            self.policy.encoder,
+            problems,
+            cfg.eval.samples,
+            training_sampling(cfg.rollout),
+            self.scorer,
+            seed=0,
+        )
+
+    @torch.no_grad()
+    def kl_to_start(self, groups: Sequence[Group]) -> float:
+        """k3 estimate (Schulman 2020) of KL(policy || start model), mean over the groups' sampled tokens, in nats."""
+        advantages = [[1.0] * len(g.trajectories) for g in groups]
+        batch = collate(groups, advantages, me=self.author, cfg=self.cfg.loss)
+        if batch is None:
+            return 0.0
+        total, count = 0.0, 0
+        for part in micro_batches(batch, self.cfg.optim.token_budget):
+            mask = part.loss_mask  # [B, T]
+            log_ratio = self.policy.reference_logprobs(part)[mask] - self.policy.logprobs(part).logprobs[mask]
+            total += float((log_ratio.exp() - 1 - log_ratio).sum())
+            count += int(mask.sum())
+        return total / count if count else 0.0
+
+
+def _joined(rounds: Sequence[Rollout]) -> Rollout:
+    """Informative groups first; groups without signal only fill what is missing (they still count in the metrics)."""
+    groups = sorted((g for r in rounds for g in r.groups), key=lambda g: not g.informative)
+    outcomes: dict[str, int] = {}
+    for r in rounds:
+        for kind, n in r.outcomes.items():
+            outcomes[kind] = outcomes.get(kind, 0) + n
+    return Rollout(groups, sum(r.too_long for r in rounds), outcomes)

@@ -1,0 +1,71 @@
+import json
+
+import pytest
+
+from coterie.config import load_config
+from coterie.errors import CoterieError, UserError
+from coterie.rundir import RunDir, dumps, read_jsonl
+
+
+def cfg(tmp_path, *flags):
+    return load_config(None, ["--run_dir", str(tmp_path / "run"), "--steps", "3", *flags])
+
+
+def test_finished_run_is_never_overwritten_but_can_be_extended(tmp_path):
+    run = RunDir(cfg(tmp_path))
+    run.finish()
+    run.close()
+    with pytest.raises(UserError, match="this run is finished"):
+        RunDir(cfg(tmp_path))
+    RunDir(cfg(tmp_path, "--steps", "9")).close()
+    assert not (tmp_path / "run" / "DONE").exists()
+
+
+def test_other_config_is_refused_and_named(tmp_path):
+    RunDir(cfg(tmp_path)).close()
+    with pytest.raises(UserError, match="differs in optim"):
+        RunDir(cfg(tmp_path, "--optim.lr", "0.5"))
+    RunDir(cfg(tmp_path, "--threads", "1")).close()
+
+
+def test_foreign_folder_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="not a coterie run"):
+        RunDir(cfg(tmp_path))
+
+
+def test_two_writers_are_refused(tmp_path):
+    run = RunDir(cfg(tmp_path))
+    with pytest.raises(UserError, match="another process"):
+        RunDir(cfg(tmp_path))
+    run.close()
+
+
+def test_unwritable_place_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write there"):
+        RunDir(load_config(None, ["--run_dir", str(tmp_path / "file" / "run")]))
+
+
+def test_rewind_drops_steps_that_run_again(tmp_path):
+    run = RunDir(cfg(tmp_path))
+    run.append("metrics.jsonl", [{"step": s} for s in range(5)])
+    with open(run.path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 5, "cut o')  # killed while writing
+    run.rewind(3)
+    assert [r["step"] for r in read_jsonl(run.path / "metrics.jsonl")] == [0, 1, 2]
+    run.close()
+
+
+def test_broken_line_in_the_middle_is_an_error_with_its_place(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
+    with pytest.raises(CoterieError, match=r"m\.jsonl:2"):
+        list(read_jsonl(path))
+
+
+def test_non_finite_metric_is_refused():
+    with pytest.raises(ValueError):
+        dumps({"x": float("nan")})
+    assert json.loads(dumps({"x": 1.5})) == {"x": 1.5}
