@@ -1,0 +1,172 @@
+"""The engine that samples from the policy's own weights, in this process, with PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.engines.base import check_request
+from coterie.engines.reference import ReferenceDecoder
+from coterie.engines.sampling import Sampler, uniforms
+from coterie.engines.scripted import Encoder
+from coterie.engines.stopping import Stopping
+from coterie.errors import UserError
+from coterie.types import Sample, Sampling
+
+
+class Samplable(Protocol):
+    """The part of :class:`coterie.policy.Policy` the engine needs. The model may be wrapped by peft."""
+
+    model: Any
+    encoder: Encoder
+    device: torch.device
+
+
+class Decoder(Protocol):
+    """Logits for a wave of rows, one token a step."""
+
+    shares_prompt: bool
+
+    def prefill(self, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int) -> Tensor: ...
+    def step(self, tokens: Tensor) -> Tensor: ...
+    def keep(self, order: Sequence[int]) -> None: ...
+
+
+@dataclass
+class _Row:
+    """One sample in the making."""
+
+    places: tuple[int, int]  # (prompt index, sample index) of the request
+    prompt: tuple[int, ...]
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class TorchEngine:
+    """Samples from ``policy`` as its weights are when :meth:`generate` is called.
+
+    Rows are decoded in waves of at most ``token_budget`` tokens held in the key/value cache (a single row longer than
+    that still runs). Prompts of similar length share a wave; a finished row leaves it at once.
+    """
+
+    def __init__(self, policy: Samplable, token_budget: int = 16384) -> None:
+        self.policy = policy
+        self.token_budget = token_budget
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int | Sequence[int],
+        sampling: Sampling,
+        seeds: Sequence[int],
+    ) -> Iterator[tuple[int, int, Sample]]:
+        """See :meth:`coterie.engines.base.Engine.generate`. Weights must not change while the iterator is in use."""
+        counts = check_request(prompts, n, sampling, seeds)
+        self._check_context(prompts, sampling)
+        rows = [
+            _Row((i, j), tuple(prompt), seed)
+            for i, (prompt, seed, count) in enumerate(zip(prompts, seeds, counts, strict=True))
+            for j in range(count)
+        ]
+        return self._generate(rows, sampling)
+
+    def _generate(self, rows: list[_Row], sampling: Sampling) -> Iterator[tuple[int, int, Sample]]:
+        decoder = self._decoder()
+        encoder = self.policy.encoder
+        stopping = Stopping(encoder.eos_ids, sampling.stop, sampling.max_new_tokens, encoder.decode)
+        for wave in waves(rows, sampling.max_new_tokens, self.token_budget, decoder.shares_prompt):
+            yield from self._decode(decoder, wave, Sampler(sampling), stopping)
+
+    def _decoder(self) -> Decoder:
+        return ReferenceDecoder(self.policy.model, self.policy.device)
+
+    def _decode(
+        self, decoder: Decoder, rows: list[_Row], sampler: Sampler, stopping: Stopping
+    ) -> Iterator[tuple[int, int, Sample]]:
+        prompts = list(dict.fromkeys(r.prompt for r in rows))
+        number = {p: i for i, p in enumerate(prompts)}
+        draws = np.stack([uniforms(r.seed, r.places[1], stopping.max_new_tokens) for r in rows])  # [R, max_new]
+        logits = decoder.prefill(prompts, [number[r.prompt] for r in rows], stopping.max_new_tokens)  # [R, V]
+        step = 0
+        while True:
+            uniform = torch.from_numpy(draws[:, step].copy()).to(logits.device)  # [R]
+            tokens, ended = _advance(sampler, logits, uniform, rows, stopping)
+            yield from ended.values()
+            step += 1
+            if len(ended) == len(rows):
+                return
+            if ended:
+                order = fill_holes(len(rows), ended)
+                decoder.keep(order)
+                rows, draws, tokens = [rows[k] for k in order], draws[order], tokens[order]
+            logits = decoder.step(tokens)  # [R, V]
+
+    def _check_context(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        limit = getattr(self.policy.model.config.get_text_config(), "max_position_embeddings", None)
+        longest = max(map(len, prompts), default=0)
+        if limit is not None and longest + sampling.max_new_tokens > limit:
+            raise UserError(
+                f"generate: a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the model's "
+                f"context of {limit}; lower max_new_tokens or max_prompt_tokens"
+            )
+
+
+@torch.inference_mode()
+def _advance(
+    sampler: Sampler, logits: Tensor, uniform: Tensor, rows: list[_Row], stopping: Stopping
+) -> tuple[Tensor, dict[int, tuple[int, int, Sample]]]:
+    """Sample one token for every row. Returns the tokens [R] and what the rows that ended have become."""
+    tokens, logprobs = sampler.draw(logits, uniform)  # [R], [R]
+    ended: dict[int, tuple[int, int, Sample]] = {}
+    for k, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+        row.ids.append(token)
+        row.logprobs.append(logprob)
+        why = stopping.check(row.ids)
+        if why is not None:
+            sample = Sample(np.array(row.ids, np.int32), np.array(row.logprobs, np.float32), *why)
+            ended[k] = (*row.places, sample)
+    return tokens, ended
+
+
+def fill_holes(count: int, ended: dict[int, Any]) -> list[int]:
+    """Places of the rows that stay, in an order that moves as few as possible: the last ones fill the holes."""
+    left = count - len(ended)
+    movers = (k for k in range(left, count) if k not in ended)
+    return [next(movers) if k in ended else k for k in range(left)]
+
+
+def waves(rows: Sequence[_Row], max_new_tokens: int, budget: int, shares_prompt: bool) -> Iterator[list[_Row]]:
+    """Cut rows into waves of at most ``budget`` tokens: rows of one prompt together, then prompts of similar length.
+
+    A prompt is padded to the longest of its wave. Only a prompt whose own rows exceed the budget is spread over several
+    waves (and prefilled in each).
+    """
+    ordered = sorted(rows, key=lambda r: (len(r.prompt), r.prompt))  # stable: samples stay in order
+    groups: dict[tuple[int, ...], list[_Row]] = {}
+    for row in ordered:
+        groups.setdefault(row.prompt, []).append(row)
+    wave: list[_Row] = []
+    held = 0  # prompts in the wave
+    for prompt, group in groups.items():
+        if wave and _tokens(len(prompt), held + 1, len(wave) + len(group), max_new_tokens, shares_prompt) > budget:
+            yield wave
+            wave, held = [], 0
+        for row in group:
+            if wave and _tokens(len(prompt), held + 1, len(wave) + 1, max_new_tokens, shares_prompt) > budget:
+                yield wave
+                wave, held = [], 0
+            wave.append(row)
+        held += 1
+    if wave:
+        yield wave
+
+
+def _tokens(prompt: int, prompts: int, rows: int, max_new_tokens: int, shares_prompt: bool) -> int:
+    """Tokens in the cache when every row runs to its budget."""
+    return prompt * (prompts if shares_prompt else rows) + rows * max_new_tokens
