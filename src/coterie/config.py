@@ -95,13 +95,38 @@ class LossConfig(Section):
     normalization: Literal["token", "sequence", "constant"] = "token"
     """Divide by trained tokens, average per sequence, or divide by rows x max_new_tokens."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 KL estimate to the start model, in the loss."""
+    """Weight of the KL estimate to the start model, in the loss, on own tokens."""
+    kl_estimator: Literal["k3", "k2"] = "k3"
+    """`k3`: unbiased value, gradient of KL(start || policy); `k2`: gradient of KL(policy || start)."""
     mask_truncated: bool = False
     """Leave truncated answers out of the loss."""
     external_loss: Literal["masked", "ppo_is", "surrogate", "luffy", "aipo", "ce"] = "masked"
     """Treatment of helpers' tokens."""
-    peer_loss: Literal["surrogate", "positive", "tapered", "truncated_is", "masked", "luffy", "aipo", "ce"] = "positive"
+    peer_loss: Literal[
+        "surrogate", "positive", "tapered", "truncated_is", "masked", "ppo_is", "luffy", "aipo", "ce"
+    ] = "positive"
     """Treatment of peers' trajectories."""
+    mu_source: Literal["recorded", "one"] = "recorded"
+    """Writer's probability of an external token: as recorded (unknown: 1 under `aipo`, token left out under `ppo_is`
+    and `truncated_is`), or 1 for all."""
+    c_min: float = Field(0.2, ge=0)
+    """`aipo`: smallest coefficient where the advantage is positive. A bias towards imitation, chosen."""
+    c_max: float = Field(1.0, gt=0)
+    """`aipo` and `truncated_is`: largest coefficient."""
+    external_negative: Literal["tapered", "zero", "full"] = "tapered"
+    """`aipo` where the advantage is negative: capped without a floor, nothing, or as where it is positive."""
+    ext_clip_low: float = Field(0.2, gt=0)
+    """`aipo`: lower clip distance."""
+    ext_clip_high: float = Field(1.0, gt=0)
+    """`aipo`: upper clip distance (1.0: at most twice as likely per batch)."""
+    lambda_ext: float = Field(1.0, ge=0)
+    """Factor on the loss of helpers' tokens."""
+    ce_coef: float = Field(0.1, ge=0)
+    """`ce`: weight of the cross-entropy, a mean over its own tokens."""
+    luffy_gamma: float = Field(0.1, gt=0)
+    """`luffy`: probability at which the push is strongest."""
+    dual_clip: float = Field(3.0, gt=1)
+    """`ppo_is`: largest ratio where the advantage is negative."""
 
 
 class OptimConfig(Section):
@@ -149,7 +174,7 @@ class HelperConfig(Section):
     """One role's helper (`[helpers.roles.verify]`)."""
 
     backend: Literal["openai", "local", "scripted"] = "openai"
-    """`openai`: any OpenAI-compatible endpoint; `local`: a frozen model in this process; `scripted`: code or a table."""
+    """`openai`: an OpenAI-compatible endpoint; `local`: a frozen model in this process; `scripted`: code or a table."""
     limit: int = Field(2, ge=1)
     """Consultations of this role per trajectory."""
     temperature: float = Field(1.0, ge=0)
@@ -159,7 +184,7 @@ class HelperConfig(Section):
     url: str = ""
     """openai: base URL including the version (`http://localhost:8000/v1`)."""
     model: str = ""
-    """openai: model name sent to the endpoint. local: `base` (the start model, frozen), a Hugging Face id or a folder."""
+    """openai: model name sent to the endpoint. local: `base` (the start model, frozen), a Hugging Face id, a folder."""
     key_env: str = ""
     """openai: name of the environment variable that holds the API key. Empty: no key is sent."""
     same_tokenizer: bool = False
@@ -182,7 +207,7 @@ class HelpersConfig(Section):
     """Set of tags and texts in the prompts file: `full` (instructions for a chat model) or `short` (a few characters,
     for models too small to follow instructions)."""
     prompts: str = ""
-    """TOML file with tags, texts and limits notes; tables in it override the shipped ones of the same name."""
+    """TOML file with tags, texts and notes; tables in it override the shipped ones of the same name."""
     total_limit: int = Field(4, ge=1)
     """Consultations per trajectory, all roles together."""
     query_tokens: int = Field(256, ge=1)
@@ -196,8 +221,8 @@ class HelpersConfig(Section):
     notes_limit: int = Field(2, ge=0)
     """Error notes (invalid question, limit reached) per trajectory; the next such question ends it."""
     train_wrappers: bool = False
-    """Train the tags around replies as the helper's words (only for the `tagged` evaluation mode, where the policy has to
-    write them). Costs accuracy in plain mode."""
+    """Train the tags around replies as the helper's words: only for the `tagged` evaluation mode, where the policy has
+    to write them itself. Costs accuracy in plain mode."""
     solo_min: int = Field(2, ge=0)
     """Least trajectories of a group under the plain prompt, without helpers."""
     solo_start: float = Field(0.25, ge=0, le=1)
