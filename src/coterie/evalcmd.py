@@ -86,11 +86,11 @@ def run_eval(request: EvalRequest, overrides: Sequence[str]) -> dict[str, Any]:
         }
     )
     from coterie.evaluation import evaluate
-    from coterie.run import build_parts
+    from coterie.run import build
     from coterie.types import Sampling
 
     with ExitStack() as stack:
-        parts = stack.enter_context(build_parts(cfg))
+        parts = stack.enter_context(build(cfg))
         sampling = Sampling(request.max_new_tokens, temperature=request.temperature, stop=cfg.rollout.stop)
         problems = parts.tasks.eval_problems(request.problems)
         done = evaluate(

@@ -58,7 +58,7 @@ def build(cfg: Config) -> Iterator[Trainer]:
     with ExitStack() as stack:
         tasks = build_tasks(cfg.tasks)
         scorer = stack.enter_context(Scorer(cfg.scoring))
-        policy = Policy.load(cfg.model, cfg.optim, seed=cfg.seed)
+        policy = Policy.load(cfg.model, seed=cfg.seed, optim=cfg.optim)
         engine = TorchEngine(policy, token_budget=cfg.rollout.token_budget)
         yield Trainer(cfg, policy, engine, tasks, scorer)
 

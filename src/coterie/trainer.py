@@ -10,6 +10,7 @@ policy.step(loss)
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from coterie.batching import Batch, collate, micro_batches
 from coterie.config import Config
 from coterie.engines.base import Engine
 from coterie.evaluation import Evaluation, evaluate
-from coterie.losses import policy_loss
-from coterie.policy import Policy
+from coterie.loss_metrics import loss_metrics
+from coterie.losses import policy_loss, zero_advantages_are_silent
+from coterie.policy import Policy, StepResult
 from coterie.rng import derive
 from coterie.rollout import Rollout, rollout, rollout_metrics, training_sampling
 from coterie.tasks.base import TaskSet
@@ -88,34 +90,38 @@ class Trainer:
                 break
         return rounds[0] if len(rounds) == 1 else _joined(rounds)
 
-    def _batch(self, groups: Sequence[Group]) -> Batch | None:
-        """The step's batch, or None when no group carries a signal."""
-        advantages = group_advantages(groups, self.cfg.advantage.kind)
-        return collate(groups, advantages, me=self.author, cfg=self.cfg.loss)
+    def _batch(self, groups: Sequence[Group]) -> Batch:
+        """The step's batch. Rows without signal are left out where every term of the loss is a multiple of the advantage."""
+        cfg = self.cfg
+        return collate(
+            groups,
+            group_advantages(groups, cfg.advantage.kind, cfg.advantage.baseline),
+            me=self.author,
+            max_new_tokens=cfg.rollout.max_new_tokens,
+            mask_truncated=cfg.loss.mask_truncated,
+            drop_zero_advantages=zero_advantages_are_silent(cfg.loss),
+        )
 
-    def _update(self, batch: Batch | None) -> dict[str, float]:
+    def _update(self, batch: Batch) -> dict[str, float]:
         """``optim.updates`` optimiser steps on ``batch``; micro-batches change memory and speed, never the result."""
         cfg = self.cfg
-        if batch is None:
-            return {"policy/nothing_to_train": 1.0}
+        if batch.trained == 0:
+            return {"policy/nothing_to_train": 1.0, "policy/skipped": 0.0}
         parts = micro_batches(batch, cfg.optim.token_budget)
-        old: list[Tensor | None] = [None] * len(parts)
+        old: dict[int, Tensor] = {}  # log-probs at the start of the update, kept over all its steps
         metrics: dict[str, float] = {}
         for _ in range(cfg.optim.updates):
-            metrics = {}
+            outputs = []
             for i, part in enumerate(parts):
                 stats = self.policy.logprobs(part)
-                if old[i] is None:
-                    old[i] = stats.logprobs.detach()
                 reference = self.policy.reference_logprobs(part) if cfg.loss.kl_coef > 0 else None
-                out = policy_loss(stats, part, cfg.loss, old_logprobs=old[i], ref_logprobs=reference)
-                self.policy.backward(out.loss)
-                for key, value in out.metrics.items():
-                    metrics[key] = metrics.get(key, 0.0) + value
+                at_start = old.setdefault(i, stats.logprobs.detach())
+                outputs.append(policy_loss(stats, part, cfg.loss, at_start, reference))
+                self.policy.backward(outputs[-1].loss)
             done = self.policy.step(self._lr())
-            metrics |= {"policy/grad_norm": done.grad_norm, "policy/lr": self._lr(), "policy/nothing_to_train": 0.0}
-            metrics["policy/skipped"] = float(done.skipped is not None)
-        return metrics
+            metrics = loss_metrics(outputs)
+        metrics["policy/nothing_to_train"] = 0.0
+        return metrics | step_metrics(done, self._lr())
 
     def _lr(self) -> float:
         warmup = self.cfg.optim.warmup_steps
@@ -139,9 +145,7 @@ class Trainer:
     def kl_to_start(self, groups: Sequence[Group]) -> float:
         """k3 estimate (Schulman 2020) of KL(policy || start model), mean over the groups' sampled tokens, in nats."""
         advantages = [[1.0] * len(g.trajectories) for g in groups]
-        batch = collate(groups, advantages, me=self.author, cfg=self.cfg.loss)
-        if batch is None:
-            return 0.0
+        batch = collate(groups, advantages, me=self.author)
         total, count = 0.0, 0
         for part in micro_batches(batch, self.cfg.optim.token_budget):
             mask = part.loss_mask  # [B, T]
@@ -149,6 +153,12 @@ class Trainer:
             total += float((log_ratio.exp() - 1 - log_ratio).sum())
             count += int(mask.sum())
         return total / count if count else 0.0
+
+
+def step_metrics(done: StepResult, lr: float) -> dict[str, float]:
+    """Metrics of an optimiser step; a norm that is not finite is left out (the step was skipped, and says so)."""
+    out = {"policy/lr": lr, "policy/skipped": float(done.skipped is not None)}
+    return out | ({"policy/grad_norm": done.grad_norm} if math.isfinite(done.grad_norm) else {})
 
 
 def _joined(rounds: Sequence[Rollout]) -> Rollout:

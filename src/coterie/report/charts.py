@@ -29,7 +29,7 @@ CHARTS = (
           "Mean verifier reward of the node's own answers. Peers' answers are never in it.", True),
     Chart("Informative groups", "share of groups", {"own/informative": "informative", "own/solved": "all right"},
           "Groups whose answers differ in reward can move the policy; the others cost nothing in the update.", True),
-    Chart("Entropy", "nats per token", {"policy/entropy": "entropy"},
+    Chart("Entropy", "nats per token", {"loss/own/entropy": "entropy"},
           "Mean entropy of the policy on its own tokens. A fast fall to 0 means it stops exploring."),
     Chart("KL to the start", "nats per token", {"policy/kl_to_start": "KL"},
           "How far the policy has moved from the model it started from, on its own tokens."),
