@@ -1,0 +1,43 @@
+"""The thing that carries groups between nodes. It moves bytes; what they are worth is judged by the receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Link = Literal["up", "down"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a node asks of its exchange for one step."""
+
+    messages: int  # about so many would be welcome: sets how much of the swarm's traffic is listened to
+    byte_cap: int  # longer messages are dropped unread
+    wait_s: float = 0.0  # at most so long, and only if nothing has arrived
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether the carrier works, and why not."""
+
+    link: Link
+    cause: str
+    nodes: int | None  # estimated size of the swarm, this node included; None: unknown
+
+
+class Exchange(Protocol):
+    """``publish`` and ``collect`` never raise on a broken link and never wait for a peer; ``status`` tells."""
+
+    def publish(self, frames: Sequence[bytes]) -> None: ...
+
+    def collect(self, request: Request) -> list[bytes]:
+        """Frames of other nodes since the last call (own ones may be among them), at most ``4 * messages``."""
+        ...
+
+    def status(self) -> Status: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...

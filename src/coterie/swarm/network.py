@@ -1,0 +1,269 @@
+"""Exchange over the network: a zenoh client that pushes groups to random leaves and listens to a few subtrees.
+
+No Python callbacks and no reader thread: every subscription ends in a bounded drop-oldest ring that ``collect``
+empties, so a slow node costs nobody anything and a process can always exit. One thread opens the session, tries again
+while no relay answers (afterwards zenoh itself reconnects and restores subscriptions), and then sends at a steady pace:
+a relay's rate limit drops what comes closer together than its interval, bursts included.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import zenoh
+
+from coterie.swarm.exchange import Request, Status
+from coterie.swarm.identity import Identity, duplicate_error, short_name
+from coterie.swarm.sharding import BASE, Listener, Prefix, key_of, random_leaf
+from coterie.swarm.zenoh_config import Security, node_config
+
+_COUNT_EVERY_S = 30.0
+_ENOUGH = 8  # liveliness tokens from which the size of the swarm is estimated
+
+
+class NetworkExchange:
+    """One node's session.
+
+    Args:
+        connect: relays to dial, e.g. ``("tcp/host:7447",)``; several are tried in turn.
+        listen: endpoints to open (serverless mesh); empty opens none.
+        wait_s: time given to the first connection before work starts without it.
+        published: messages this node publishes per step, a first guess of what others do.
+        pace: messages sent per second at most (half of what the relay allows, or less); 0: as fast as they come.
+
+    Raises:
+        UserError: an endpoint is malformed, or this identity is already in use in the swarm.
+    """
+
+    def __init__(
+        self,
+        swarm: str,
+        identity: Identity,
+        connect: tuple[str, ...],
+        *,
+        listen: tuple[str, ...] = (),
+        security: Security | None = None,
+        wait_s: float = 5.0,
+        published: float = 4.0,
+        pace: float = 50.0,
+        seed: int = 0,
+    ) -> None:
+        self._root, self._identity = f"coterie/{swarm}", identity
+        self._config = node_config(connect, listen, security or Security())
+        self._where = ", ".join(connect or listen)
+        self._mesh = bool(listen)
+        self._rng = random.Random(f"network/{identity.node_id}/{seed}")
+        self.listener = Listener(self._rng)
+        self._published = published
+        self._nonce = secrets.token_hex(4)
+        self._session: Any = None
+        self._token: Any = None
+        self._pace = pace
+        self._outbox: deque[tuple[str, bytes]] = deque(maxlen=256)
+        self._rings: dict[Prefix, Any] = {}
+        self._nodes: int | None = None
+        self._counted_at = float("-inf")
+        self._cause = f"no relay answers at {self._where}"
+        self._refused = False
+        self._bytes = self._messages = 0
+        self._closing = threading.Event()
+        self._opened = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._link_loop, name="coterie-link", daemon=True)
+        self._thread.start()
+        self._opened.wait(wait_s)
+        if self._session is not None and self._enter():
+            self.close()
+            raise duplicate_error(identity, f"in swarm {swarm!r} (a crashed node is forgotten after 10 s)")
+
+    def publish(self, frames: Sequence[bytes]) -> None:
+        """Push each frame to a random leaf. While the link is down nothing is queued: old groups are worth little."""
+        if not self._ready():
+            return
+        for frame in frames:
+            key = f"{self._root}/g/{random_leaf(self._rng)}/{self._identity.node_id}"
+            self._send(key, frame)
+        self._published = 0.75 * self._published + 0.25 * len(frames)
+
+    def collect(self, request: Request) -> list[bytes]:
+        if not self._ready():
+            return []
+        self._count(request)
+        if not self._rings:
+            self._subscribe(request)
+        deadline = time.monotonic() + request.wait_s
+        out = self._drain(request.byte_cap)
+        while not out and time.monotonic() < deadline:
+            time.sleep(0.01)
+            out = self._drain(request.byte_cap)
+        self.listener.update(len(out), request.messages)
+        self._subscribe(request)
+        if len(out) > 4 * request.messages:
+            out = self._rng.sample(out, 4 * request.messages)
+        return out
+
+    def beat(self, info: str) -> None:
+        """What ``coterie swarm status`` shows about this node: a small JSON text, sent only to who listens."""
+        if self._ready():
+            self._send(f"{self._root}/info/{self._identity.node_id}", info.encode())
+
+    def status(self) -> Status:
+        if self._refused:
+            return Status("down", "another node of this swarm uses the same identity", self._nodes)
+        if self._session is None:
+            return Status("down", self._cause, None)
+        if not self._linked():
+            return Status("down", f"connection to {self._where} lost; reconnecting", self._nodes)
+        return Status("up", "", self._nodes)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "swarm/bytes_received": float(self._bytes),
+            "swarm/messages_received": float(self._messages),
+            "swarm/listened_fraction": self.listener.fraction,
+        }
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(timeout=5.0)
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _link_loop(self) -> None:
+        """Open the session, then send what is queued, one message per 1 / pace seconds."""
+        self._open()
+        while self._pace > 0 and not (self._closing.is_set() and not self._outbox):
+            if not self._outbox:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            self._put(*self._outbox.popleft())
+            time.sleep(1.0 / self._pace)
+
+    def _send(self, key: str, payload: bytes) -> None:
+        if self._pace > 0:
+            self._outbox.append((key, payload))
+            self._wake.set()
+        else:
+            self._put(key, payload)
+
+    def _put(self, key: str, payload: bytes) -> None:
+        self._session.put(key, payload, congestion_control=zenoh.CongestionControl.DROP)
+
+    def _open(self) -> None:
+        delay = 0.25
+        while not self._closing.is_set():
+            try:
+                self._session = zenoh.open(self._config)
+                self._opened.set()
+                return
+            except zenoh.ZError as e:
+                self._cause = f"no relay answers at {self._where} ({str(e).split(' at ')[0]}); trying again"
+                self._closing.wait(delay)
+                delay = min(4.0, 2 * delay)
+
+    def _ready(self) -> bool:
+        """Whether the session is open and this node has entered the swarm."""
+        if self._session is None or self._refused:
+            return False
+        return self._token is not None or not self._enter()
+
+    def _enter(self) -> bool:
+        """Declare this node alive; True if the identity is taken (then this session stays out)."""
+        alive = f"{self._root}/alive/{self._alive_leaf()}/{self._identity.node_id}"
+        for _ in range(4):  # a killed predecessor's token is gone within milliseconds
+            others = [k for k in self._tokens(f"{alive}/*") if not k.endswith(f"/{self._nonce}")]
+            if not others:
+                break
+            time.sleep(0.5)
+        self._refused = bool(others)
+        if not self._refused:
+            self._token = self._session.liveliness().declare_token(f"{alive}/{self._nonce}")
+        return self._refused
+
+    def _alive_leaf(self) -> str:
+        return "/".join(self._identity.node_id[:2])
+
+    def _tokens(self, key: str) -> set[str]:
+        replies = self._session.liveliness().get(key, timeout=1.0)
+        return {str(r.ok.key_expr) for r in replies if r.ok is not None}  # a token may be reported twice
+
+    def _count(self, request: Request) -> None:
+        """Estimate the swarm's size from the tokens of one random shard: wide enough for a few tokens, no wider."""
+        if time.monotonic() - self._counted_at < _COUNT_EVERY_S:
+            return
+        first = self._nodes is None
+        self._counted_at = time.monotonic()
+        depth = 0 if self._nodes is not None and self._nodes <= 4 * _ENOUGH else 2
+        while True:
+            prefix = "".join(self._rng.choice("0123456789abcdef") for _ in range(depth))
+            found = len(self._tokens(f"{self._root}/alive/{key_of(prefix, 2)}/*/*"))
+            if found >= _ENOUGH or depth == 0:
+                break
+            depth -= 1
+        self._nodes = max(1, found * BASE**depth)
+        if first:
+            self.listener.start(self._nodes, self._published, request.messages)
+
+    def _subscribe(self, request: Request) -> None:
+        """Open and close subscriptions until they match the listener's subtrees."""
+        wanted = self.listener.prefixes
+        size = 4 + 4 * request.messages // len(wanted)
+        for gone in [p for p in self._rings if p not in wanted]:
+            self._rings.pop(gone).undeclare()
+        for prefix in wanted - self._rings.keys():
+            key = f"{self._root}/g/{key_of(prefix)}/*"
+            self._rings[prefix] = self._session.declare_subscriber(key, zenoh.handlers.RingChannel(size))
+
+    def _drain(self, cap: int) -> list[bytes]:
+        out: list[bytes] = []
+        for ring in self._rings.values():
+            while (sample := ring.try_recv()) is not None:
+                self._messages += 1
+                self._bytes += len(sample.payload)
+                if str(sample.key_expr).endswith(self._identity.node_id) or len(sample.payload) > cap:
+                    continue
+                out.append(sample.payload.to_bytes())
+        return out
+
+    def _linked(self) -> bool:
+        info = self._session.info
+        return bool(info.routers_zid()) or (self._mesh and bool(info.peers_zid()))
+
+
+def read_swarm(
+    swarm: str, connect: tuple[str, ...], security: Security, listen_s: float = 3.0, most: int = 1000
+) -> list[tuple[str, str]]:
+    """(node id, info) of up to ``most`` nodes of a swarm: their tokens, and what they say within ``listen_s`` seconds.
+
+    Raises:
+        zenoh.ZError: no relay answers.
+    """
+    with zenoh.open(node_config(connect, (), security)) as session:
+        ring = session.declare_subscriber(f"coterie/{swarm}/info/*", zenoh.handlers.RingChannel(most))
+        tokens = session.liveliness().get(f"coterie/{swarm}/alive/*/*/*/*", timeout=2.0)
+        found = {str(r.ok.key_expr).split("/")[-2]: "" for r in tokens if r.ok is not None}
+        time.sleep(listen_s)
+        while (sample := ring.try_recv()) is not None:
+            node = str(sample.key_expr).split("/")[-1]
+            if node in found and len(sample.payload) <= 4096:
+                found[node] = sample.payload.to_bytes().decode(errors="replace")
+    return sorted(found.items())[:most]
+
+
+def describe(info: str, node: str) -> dict[str, Any]:
+    """A node's info line as a dict with its name; garbage is shown as unknown, never trusted."""
+    try:
+        data = json.loads(info) if info else {}
+    except ValueError:
+        data = {}
+    return {"name": short_name(node), "node": node} | (data if isinstance(data, dict) else {})
