@@ -1,4 +1,4 @@
-"""The ``coterie`` command. Each subcommand is a few lines that call a function of the package; torch loads only when needed."""
+"""The ``coterie`` command: each subcommand is a few lines that call the package; torch loads only when needed."""
 
 from __future__ import annotations
 
@@ -68,9 +68,22 @@ def train(ctx: typer.Context, config: ConfigPath, dry_run: DryRun = False, as_js
 
     Example: coterie train configs/tiny.toml --optim.lr 1e-4 --run_dir runs/first
     """
+    _train(config, ctx.args, dry_run, as_json)
+
+
+@app.command(context_settings=OVERRIDES)
+def sft(ctx: typer.Context, config: ConfigPath, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Supervised training on worked answers to the same tasks (the comparison arm).
+
+    Example: coterie sft configs/tiny.toml --run_dir runs/sft --steps 50
+    """
+    _train(config, [*ctx.args, "--method", "sft"], dry_run, as_json)
+
+
+def _train(config: Path, overrides: list[str], dry_run: bool, as_json: bool) -> None:
     from coterie.config import load_config
 
-    cfg = load_config(config, ctx.args)
+    cfg = load_config(config, overrides)
     if dry_run:
         typer.echo(cfg.to_toml(), nl=False)
         return
@@ -83,29 +96,6 @@ def train(ctx: typer.Context, config: ConfigPath, dry_run: DryRun = False, as_js
         emit({"run_dir": str(done.run_dir), "steps": done.steps, "metrics": done.metrics, "report": str(report)})
     else:
         typer.echo(f"\nreport: {report}\nmodel:  {done.run_dir / 'model'}")
-
-
-@app.command(context_settings=OVERRIDES)
-def sft(ctx: typer.Context, config: ConfigPath, dry_run: DryRun = False, as_json: Json = False) -> None:
-    """Supervised training on worked answers to the same tasks (the comparison arm).
-
-    Example: coterie sft configs/tiny.toml --run_dir runs/sft --steps 50
-    """
-    from coterie.config import load_config
-
-    cfg = load_config(config, ctx.args)
-    if dry_run:
-        typer.echo(cfg.to_toml(), nl=False)
-        return
-    from coterie.report import write_report
-    from coterie.sft import train as run
-
-    done = run(cfg, quiet=as_json)
-    report = write_report([done.run_dir], done.run_dir / "report.html")
-    if as_json:
-        emit({"run_dir": str(done.run_dir), "steps": done.steps, "metrics": done.metrics, "report": str(report)})
-    else:
-        typer.echo(f"\nreport: {report}")
 
 
 @app.command("eval", context_settings=OVERRIDES)

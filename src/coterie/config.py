@@ -150,6 +150,14 @@ class OptimConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
 
+class SftConfig(Section):
+    rows: int = Field(64, ge=1)
+    """Worked answers per step."""
+    answers: str = "reference"
+    """Where they come from: `reference` (the bare reference answer in `<answer>` tags), or `module:function` /
+    `file.py:function`, given a Problem and a seed, returning the text to imitate."""
+
+
 class EvalConfig(Section):
     every: int = Field(10, ge=0)
     """Steps between held-out evaluations. 0: only at the start and the end."""
@@ -270,6 +278,8 @@ class TrackingConfig(Section):
 class Config(Section):
     """Everything a run depends on."""
 
+    method: Literal["rl", "sft"] = "rl"
+    """`rl`: the loop; `sft`: supervised training on worked answers to the same tasks (`coterie sft` sets it)."""
     run_dir: str = "runs/run"
     """Where the run is written."""
     steps: int = Field(100, ge=0)
@@ -284,6 +294,7 @@ class Config(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
+    sft: SftConfig = SftConfig()
     eval: EvalConfig = EvalConfig()
     scoring: ScoringConfig = ScoringConfig()
     helpers: HelpersConfig = HelpersConfig()

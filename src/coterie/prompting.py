@@ -14,7 +14,8 @@ class PromptEncoder:
     """Encodes prompts and decodes answers with one Hugging Face tokenizer.
 
     ``eos_ids`` are all tokens that end an answer: the tokenizer's own end token, those passed in (a checkpoint's
-    generation config names some), and the marker with which the chat template closes an assistant turn.
+    generation config names some), and the marker with which the chat template closes an assistant turn. ``end_id`` is the
+    one to end a written answer with (the turn's marker if there is one); None if the tokenizer has none.
     ``tokenizer_hash`` is equal for two tokenizers exactly when an id means the same to both.
     """
 
@@ -22,7 +23,9 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-        self.eos_ids: frozenset[int] = frozenset((*own, *eos_ids, *self._turn_end()))
+        turn_end = tuple(self._turn_end())
+        self.eos_ids: frozenset[int] = frozenset((*own, *eos_ids, *turn_end))
+        self.end_id: int | None = next(iter((*turn_end, *own, *sorted(self.eos_ids))), None)
         pad = tokenizer.pad_token_id
         self.pad_id: int = int(pad) if pad is not None else min(self.eos_ids, default=0)
         self.tokenizer_hash: str = _hash(tokenizer, self.eos_ids)

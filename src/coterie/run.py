@@ -19,11 +19,15 @@ from coterie.errors import UserError
 from coterie.policy import Policy
 from coterie.rng import derive
 from coterie.rundir import RunDir
+from coterie.sft import SupervisedTrainer
 from coterie.tasks.base import build_tasks
 from coterie.tasks.scoring import Scorer
 from coterie.tracking import Tracker, transcript
 from coterie.trainer import Trainer
 from coterie.types import Group
+
+
+TRAINERS = {"rl": Trainer, "sft": SupervisedTrainer}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def check(cfg: Config) -> None:
     """
     if not cfg.tasks:
         raise UserError("config: no tasks; add at least one [tasks.NAME] section (see `coterie tasks list`)")
-    if cfg.rollout.group_size < 2:
+    if cfg.method == "rl" and cfg.rollout.group_size < 2:
         raise UserError(
             "config: rollout.group_size = 1 gives no baseline (an answer's advantage is its difference from the others "
             "to the same problem); use at least 2, better 8. Evaluation with one sample is `coterie eval`"
@@ -60,7 +64,7 @@ def build(cfg: Config) -> Iterator[Trainer]:
         scorer = stack.enter_context(Scorer(cfg.scoring))
         policy = Policy.load(cfg.model, seed=cfg.seed, optim=cfg.optim)
         engine = TorchEngine(policy, token_budget=cfg.rollout.token_budget)
-        yield Trainer(cfg, policy, engine, tasks, scorer)
+        yield TRAINERS[cfg.method](cfg, policy, engine, tasks, scorer)
 
 
 def train(cfg: Config, *, quiet: bool = False) -> Summary:
@@ -91,6 +95,7 @@ def train(cfg: Config, *, quiet: bool = False) -> Summary:
             console.row(trainer.step, metrics)
             if trainer.step % cfg.checkpoint.every == 0 or trainer.step == cfg.steps:
                 save(trainer, run)
+        trainer.policy.save_pretrained(run.path / "model")
         run.finish()
         return Summary(run.path, trainer.step, metrics)
 
