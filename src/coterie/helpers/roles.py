@@ -1,0 +1,229 @@
+"""The helpers of a run: roles with their backends, tags, texts and budget, opened and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from coterie.config import Config, HelperConfig, HelpersConfig
+from coterie.errors import UserError
+from coterie.helpers.budget import make_budget
+from coterie.helpers.openai import OpenAIHelper
+from coterie.helpers.pool import HelperPool
+from coterie.helpers.prompts import Form, RolePrompt, load_form
+from coterie.helpers.protocol import HelperRequest, InProcessHelper, Outcome, Tags, tag_strings
+from coterie.helpers.sanitise import sanitise, strip_think
+from coterie.helpers.scripted import call_helper, table_helper
+
+if TYPE_CHECKING:
+    from coterie.engines.base import Engine
+    from coterie.policy import Policy
+    from coterie.prompting import PromptEncoder
+
+Helper = OpenAIHelper | InProcessHelper  # waited for while rows decode | asked between rounds
+_CHARS_PER_TOKEN = 16  # more than any tokenizer averages; bounds the work on a giant reply
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A reply ready to insert: ids of the policy's tokenizer, log-probs (NaN: unknown), the text, whether it was cut."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    cut: bool
+
+
+class HelperSet:
+    """All helpers of a run, with everything that depends on the policy's tokenizer worked out. A context manager."""
+
+    def __init__(
+        self, cfg: HelpersConfig, encoder: PromptEncoder, max_response: int, helpers: Mapping[str, Helper], form: Form
+    ) -> None:
+        self.cfg = cfg
+        self.encoder = encoder
+        self.form = form
+        self.helpers = dict(helpers)
+        self.tags: tuple[Tags, ...] = tuple(form.roles[r].tags for r in cfg.roles)
+        self.end_tags = tuple(dict.fromkeys(t.end for t in self.tags))
+        limits = {role: h.limit for role, h in cfg.roles.items()}
+        self.block = form.system_block(limits)
+        texts = {"open": form.open, "close": form.close, "close_cut": form.close_cut}
+        texts |= {kind: form.note(kind, limits) for kind in form.notes}
+        self.texts = texts
+        self.ids = {name: encode_inner(encoder, text) for name, text in texts.items()}
+        for name, text in [*texts.items(), *((f"{t.role} tag", s) for t in self.tags for s in (t.start, t.end))]:
+            _check_writable(encoder, name, text)
+        wrappers = len(self.ids["open"]) + max(len(self.ids["close"]), len(self.ids["close_cut"]))
+        self.budget = make_budget(cfg, max_response, wrappers, len(self.ids["unavailable"]))
+        special = [t for t in encoder.tokenizer.all_special_tokens if t]
+        self._forbidden = [form.open.strip(), form.close.strip(), *tag_strings(self.tags), *special]
+        self._special_ids = frozenset({*encoder.tokenizer.all_special_ids, *encoder.eos_ids})
+        self.pool = HelperPool(cfg) if any(isinstance(h, OpenAIHelper) for h in helpers.values()) else None
+
+    def __enter__(self) -> HelperSet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.pool is not None:
+            for helper in self.helpers.values():
+                if isinstance(helper, OpenAIHelper):
+                    self.pool.run(helper.aclose())
+            self.pool.close()
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Ids of the tagged prompt (evaluation modes `tagged` and `helped`, and helped trajectories in training)."""
+        if not self.encoder.tokenizer.chat_template:
+            return self.encoder.prompt_ids(f"{self.block}\n\n{prompt}" if self.block else prompt)
+        system = "\n\n".join(s for s in (self.encoder.system_prompt, self.block) if s)
+        return self.encoder.prompt_ids(prompt, system=system)
+
+    def available(self) -> bool:
+        """False while every helper is down: roll out solo until one is back."""
+        if self.pool is None:
+            return True
+        pool = self.pool
+        return any(not (isinstance(h, OpenAIHelper) and pool.resting(h)) for h in self.helpers.values())
+
+    def remote(self, role: str) -> bool:
+        return isinstance(self.helpers[role], OpenAIHelper)
+
+    def submit(self, request: HelperRequest) -> Future[Outcome]:
+        """Ask a remote helper; returns at once."""
+        helper = self.helpers[request.role]
+        assert self.pool is not None and isinstance(helper, OpenAIHelper)
+        return self.pool.submit(helper, request)
+
+    def respond_batch(self, role: str, requests: Sequence[HelperRequest]) -> list[Outcome]:
+        """Ask a helper of this process; returns when all are answered."""
+        helper = self.helpers[role]
+        assert not isinstance(helper, OpenAIHelper)
+        return helper.respond_batch(requests)
+
+    def max_tokens(self, role: str) -> int:
+        return self.cfg.roles[role].max_tokens or self.cfg.feedback_tokens
+
+    def body(self, role: str, reply_ids: Sequence[int] | None, logprobs: Sequence[float] | None, text: str) -> Body:
+        """A reply as it goes into the trajectory; no ids if nothing usable is left of it.
+
+        A reply in the policy's own tokens that needs no cleaning keeps its ids and log-probs (cutting at a token leaves
+        the log-probs of the rest exact). Any other is cleaned and encoded, and its log-probs are unknown.
+        """
+        cap = self.cfg.feedback_tokens
+        cut_answers = self.form.roles[role].cut_answers
+        if reply_ids is not None:
+            ids = list(reply_ids)
+            while ids and ids[-1] in self.encoder.eos_ids:
+                ids.pop()
+            kept = ids[:cap]
+            inner = self.encoder.decode(kept) if self._known(kept) else ""
+            if inner.strip() and sanitise(inner, self._forbidden, cut_answers=cut_answers) == inner:
+                known = list(logprobs[: len(kept)]) if logprobs is not None else [float("nan")] * len(kept)
+                return Body(kept, known, inner, len(ids) > cap)
+        shown = strip_think(text)
+        limit = cap * _CHARS_PER_TOKEN
+        clean = sanitise(shown[:limit], self._forbidden, cut_answers=cut_answers).strip()
+        ids = [i for i in encode_inner(self.encoder, clean) if i not in self._special_ids] if clean else []
+        kept = ids[:cap]
+        inner = clean if len(kept) == len(ids) else self.encoder.decode(kept)
+        return Body(kept, [float("nan")] * len(kept), inner, len(kept) < len(ids) or len(shown) > limit)
+
+    def _known(self, ids: Sequence[int]) -> bool:
+        size = len(self.encoder.tokenizer)
+        return all(0 <= i < size and i not in self._special_ids for i in ids)
+
+
+def encode_inner(encoder: PromptEncoder, text: str) -> list[int]:
+    """Ids of ``text`` as it reads in the middle of a text.
+
+    SentencePiece tokenizers put a space before the first word of whatever they encode; encoding after a short sentinel
+    and slicing it off avoids that. Where the sentinel merges with the text, the text is encoded alone.
+    """
+    sentinel = "a" if text[:1].isspace() else "\n"
+    before, both = encoder.encode(sentinel), encoder.encode(sentinel + text)
+    clean = before and both[: len(before)] == before and encoder.decode(before).strip("\n") in ("", "a")
+    return both[len(before) :] if clean and encoder.decode(before) == sentinel else encoder.encode(text)
+
+
+def _check_writable(encoder: PromptEncoder, name: str, text: str) -> None:
+    got = encoder.decode(encode_inner(encoder, text))
+    if got.strip() != text.strip():
+        raise UserError(
+            f"helpers: the model's tokenizer cannot write the {name} {text!r} (it comes back as {got!r}); choose other "
+            f"characters in helpers.prompts, or helpers.form = 'short'"
+        )
+
+
+def build_helpers(cfg: Config, policy: Policy, *, want_logprobs: bool = False, seed: int = 0) -> HelperSet:
+    """Open every helper named in ``cfg.helpers.roles``.
+
+    Raises:
+        UserError: a role without a prompt, an endpoint without URL, model or key, a model that cannot be loaded, tags that
+            the policy's tokenizer cannot write, or budgets that leave no room for any reply.
+    """
+    form = load_form(cfg.helpers.form, cfg.helpers.prompts)
+    if unknown := [r for r in cfg.helpers.roles if r not in form.roles]:
+        raise UserError(
+            f"helpers.roles.{unknown[0]}: no such role in form {form.name!r}; {', '.join(form.roles)} exist"
+        )
+    load = _LocalModels(cfg, policy, seed)
+    helpers = {
+        role: _helper(role, h, cfg.helpers, form.roles[role], load, want_logprobs)
+        for role, h in cfg.helpers.roles.items()
+    }
+    return HelperSet(cfg.helpers, policy.encoder, cfg.rollout.max_new_tokens, helpers, form)
+
+
+def _helper(
+    role: str,
+    h: HelperConfig,
+    cfg: HelpersConfig,
+    prompt: RolePrompt,
+    load: Callable[[str, RolePrompt, float], InProcessHelper],
+    want_logprobs: bool,
+) -> Helper:
+    if h.backend == "openai":
+        return OpenAIHelper(h, prompt, cfg.max_reply_bytes, want_logprobs)
+    if h.backend == "local":
+        return load(h.model or "base", prompt, h.temperature)
+    if bool(h.call) == bool(h.table):
+        raise UserError(f"helpers.roles.{role}: a scripted helper needs exactly one of `call` and `table`")
+    return call_helper(h.call, f"helpers.roles.{role}.call") if h.call else table_helper(h.table)
+
+
+class _LocalModels:
+    """Loads each local model once, whatever number of roles use it."""
+
+    def __init__(self, cfg: Config, policy: Policy, seed: int) -> None:
+        self.cfg, self.policy, self.seed = cfg, policy, seed
+        self._loaded: dict[str, Policy] = {}
+
+    def __call__(self, model: str, prompt: RolePrompt, temperature: float) -> InProcessHelper:
+        from coterie.engines.torch import TorchEngine
+        from coterie.helpers.local import AdaptersOff, LocalHelper
+
+        engine: Engine
+        policy = self.policy
+        if model == "base" and policy.lora:
+            engine = AdaptersOff(TorchEngine(policy, self.cfg.rollout.token_budget), policy)
+            owner = policy
+        else:
+            owner = self._frozen(self.cfg.model.name if model == "base" else model)
+            engine = TorchEngine(owner, self.cfg.rollout.token_budget)
+        same = owner.encoder.tokenizer_hash == policy.encoder.tokenizer_hash
+        context = getattr(owner.causal_lm.config.get_text_config(), "max_position_embeddings", None)
+        return LocalHelper(model, engine, owner.encoder, prompt, temperature, same, context)
+
+    def _frozen(self, name: str) -> Policy:
+        from coterie.policy import Policy
+
+        if name not in self._loaded:
+            frozen = Policy.load(self.cfg.model.model_copy(update={"name": name, "lora_rank": 0}), seed=self.seed)
+            frozen.model.requires_grad_(False)
+            self._loaded[name] = frozen
+        return self._loaded[name]

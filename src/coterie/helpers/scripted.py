@@ -1,0 +1,77 @@
+"""Helpers made of code or a table: deterministic, for experiments and tests."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.errors import UserError
+from coterie.helpers.protocol import HelperFailure, HelperReply, HelperRequest, Outcome
+
+
+@dataclass(frozen=True)
+class ScriptedHelper:
+    """``function(request) -> reply text``. What it raises counts as a failure of the helper, not of the rollout."""
+
+    name: str
+    function: Callable[[HelperRequest], str]
+
+    def respond_batch(self, requests: Sequence[HelperRequest]) -> list[Outcome]:
+        return [self._one(r) for r in requests]
+
+    def _one(self, request: HelperRequest) -> Outcome:
+        start = time.monotonic()
+        try:  # the edge to a user's code: one question's error must not end the other rollouts
+            text = self.function(request)
+        except Exception as e:
+            return HelperFailure("script", f"{type(e).__name__}: {e}", self.name, time.monotonic() - start)
+        if not isinstance(text, str) or not text.strip():
+            return HelperFailure("empty", f"returned {type(text).__name__}, not text", self.name)
+        return HelperReply(text, self.name, latency_s=time.monotonic() - start)
+
+
+def table_helper(table: Mapping[str, str]) -> ScriptedHelper:
+    """Replies by exact query; ``*`` answers everything else."""
+
+    def look_up(request: HelperRequest) -> str:
+        reply = table.get(request.query, table.get("*"))
+        if reply is None:
+            raise LookupError(f"no entry for {request.query!r} and no '*'")
+        return reply
+
+    return ScriptedHelper("table", look_up)
+
+
+def call_helper(spec: str, where: str) -> ScriptedHelper:
+    """``module:function`` or ``path/file.py:function``.
+
+    Raises:
+        UserError: no such file, module or function.
+    """
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise UserError(f"{where}: {spec!r} is not module:function or path/file.py:function")
+    try:
+        function = getattr(_load(source, where), name, None)
+    except ImportError as e:
+        raise UserError(f"{where}: cannot import {source}: {e}") from e
+    if not callable(function):
+        raise UserError(f"{where}: {source} has no function {name}")
+    return ScriptedHelper(spec, function)
+
+
+def _load(source: str, where: str) -> object:
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    if not Path(source).is_file():
+        raise UserError(f"{where}: no such file: {source}")
+    found = importlib.util.spec_from_file_location(Path(source).stem, source)
+    if found is None or found.loader is None:
+        raise UserError(f"{where}: cannot load {source}")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
