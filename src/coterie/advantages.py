@@ -10,10 +10,9 @@ With a pool of ``n`` usable rewards ``r``, mean ``m`` and sample standard deviat
 =========== ============================== ======================================================================
 kind        advantage                      source
 =========== ============================== ======================================================================
-mean_std    (r_i - m) / (s + 1e-6)         GRPO, arXiv 2402.03300 section 4.1.2 (the deviation's ddof is ours, as in
-                                           common trainers)
-mean        r_i - m                        Dr. GRPO, arXiv 2503.20783 section 3.2
-rloo        r_i - mean(r without r_i)      RLOO, arXiv 2402.14740 eq. 6; equals n/(n-1) (r_i - m)
+mean_std    (r_i - m) / (s + 1e-6)         GRPO, arXiv 2402.03300 (which leaves ddof open; 1 as in common trainers)
+mean        r_i - m                        Dr. GRPO, arXiv 2503.20783
+rloo        r_i - mean(r without r_i)      RLOO, arXiv 2402.14740; equals n/(n-1) (r_i - m)
 batch       mean_std, pool = whole batch   REINFORCE++, arXiv 2501.03262: one mean and deviation over all trajectories
                                            of the batch, each counted once; no group baseline
 =========== ============================== ======================================================================

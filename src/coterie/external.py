@@ -28,10 +28,37 @@ biased by.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 MAX_LOG = 20.0  # |log ratio| beyond which a ratio no longer grows: keeps exp finite in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Masks [B, T] bool of trained tokens by who wrote them; disjoint."""
+
+    own: Tensor
+    peer: Tensor
+    helper: Tensor
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (("own", self.own), ("peer", self.peer), ("helper", self.helper))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What the loss of a token may look at; all [B, T], 0 outside the trained tokens."""
+
+    logprobs: Tensor  # log p, differentiable
+    old: Tensor  # log pi_old
+    log_ratio: Tensor  # log(p / pi_old); its mean over the row on policy tokens under gspo
+    mu: Tensor  # log mu as the loss uses it: 0 (probability 1) where unknown
+    known: Tensor  # bool: whether mu may be divided by
+    advantages: Tensor
 
 
 def check_shapes(**tensors: Tensor) -> None:
@@ -48,7 +75,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 def clipped_loss(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """``-min(r A, clip(r, 1 - low, 1 + high) A)`` per token: PPO, arXiv 1707.06347 eq. 7, two-sided as in DAPO,
-    arXiv 2503.14476 eq. 10.
+    arXiv 2503.14476.
 
     Args:
         log_ratio: [B, T] ``log(p / pi_old)``, differentiable.
@@ -113,7 +140,7 @@ def ppo_is_loss(
 ) -> Tensor:
     """PPO with the true importance ratio ``rho = p / mu``; where ``A < 0`` the loss is at most ``dual_clip |A|``.
 
-    Dual clip: arXiv 1912.09729 eq. 5. 0 where the writer's log-prob is unknown.
+    Dual clip: arXiv 1912.09729. 0 where the writer's log-prob is unknown.
     """
     check_shapes(logprobs=logprobs, mu_logprobs=mu_logprobs, known=known, advantages=advantages)
     loss = clipped_loss(logprobs - mu_logprobs, advantages, low, high)  # [B, T]
@@ -122,7 +149,7 @@ def ppo_is_loss(
 
 
 def luffy_loss(logprobs: Tensor, advantages: Tensor, gamma: float) -> Tensor:
-    """``-A p / (p + gamma)``, no clip, ``mu`` taken as 1: policy shaping of LUFFY, arXiv 2504.14945 eq. 5.
+    """``-A p / (p + gamma)``, no clip, ``mu`` taken as 1: policy shaping of LUFFY, arXiv 2504.14945.
 
     Gradient: ``-A gamma p / (p + gamma)^2`` per unit of log-prob, largest (1/4) at ``p = gamma``.
     """

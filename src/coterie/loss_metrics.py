@@ -7,7 +7,7 @@ depend on how the batch was cut. Keys, formulas and healthy values: docs/losses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,19 +15,7 @@ from torch import Tensor
 
 from coterie.batching import Batch
 from coterie.config import LossConfig
-from coterie.external import bounded_exp, recorded
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Masks [B, T] of trained tokens; disjoint."""
-
-    own: Tensor
-    peer: Tensor
-    helper: Tensor
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (("own", self.own), ("peer", self.peer), ("helper", self.helper))
+from coterie.external import Provenance, Tokens, bounded_exp, recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +33,7 @@ class LossOutput:
 
 def diagnostics(
     loss: Tensor,
-    logprobs: Tensor,
-    old: Tensor,
+    tokens: Tokens,
     batch: Batch,
     who: Provenance,
     weight: Tensor,
@@ -54,61 +41,81 @@ def diagnostics(
     entropy: Tensor | None,
     sum_sq: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Sums for :func:`loss_metrics`. ``loss`` is the policy part, before the KL term; all other tensors are [B, T]."""
-    assert batch.advantages is not None
-    push = torch.zeros_like(logprobs)  # [B, T] d loss / d log p
-    if loss.requires_grad and logprobs.requires_grad:
-        push = torch.autograd.grad(loss, logprobs, retain_graph=True)[0]  # [B, T]
-    lp = logprobs.detach()  # [B, T]
-    ratio = bounded_exp(lp - old)  # [B, T]
-    a = batch.advantages.to(lp.dtype)  # [B, T]
-    known = recorded(batch.behavior_logprobs)  # [B, T]
-    gap = torch.where(known, old - batch.behavior_logprobs.to(lp.dtype), torch.zeros_like(lp))  # [B, T] log rho0
-    rho0 = bounded_exp(gap)  # [B, T]
-    # Relative to what an own token with this advantage gets at ratio 1: the coefficient c, clipping included.
-    coefficient = torch.where(weight > 0, push.abs() / weight, torch.zeros_like(push))  # [B, T]
-    # Norm of d log p / d logits: sqrt(1 - 2p + sum_v p_v^2).
-    norm = (1 - 2 * lp.exp() + sum_sq).clamp(min=0).sqrt() if sum_sq is not None else None  # [B, T]
-    out: dict[str, Tensor] = {"non_finite": ((~lp.isfinite()) & batch.loss_mask).sum()}
+    """Sums for :func:`loss_metrics`, each over the tokens of one provenance.
+
+    Args:
+        loss: the policy part, before the KL term, with the graph that leads to ``tokens.logprobs``.
+        weight: [B, T] weight of an own token.
+        entropy, sum_sq: [B, T] entropy in nats and ``sum_v p_v^2``, if the policy reports them.
+    """
+    push = torch.zeros_like(tokens.logprobs)  # [B, T] d loss / d log p
+    if loss.requires_grad and tokens.logprobs.requires_grad:
+        push = torch.autograd.grad(loss, tokens.logprobs, retain_graph=True)[0]  # [B, T]
+    each = _per_token(tokens, push, weight, batch, cfg)
+    every, at_known = dict(each.every), dict(each.at_known)
+    if sum_sq is not None:
+        # Norm of d log p / d logits: sqrt(1 - 2p + sum_v p_v^2).
+        norm = (1 - 2 * tokens.logprobs.detach().exp() + sum_sq.detach()).clamp(min=0).sqrt()  # [B, T]
+        every["grad"] = push.abs() * norm  # [B, T]
+        at_known |= {"bias": each.off_unbiased * norm, "bias_n": push.abs() * norm}  # [B, T]
+    if entropy is not None:
+        every["entropy"] = entropy.detach()  # [B, T]
+    out: dict[str, Tensor] = {"non_finite": ((~tokens.logprobs.detach().isfinite()) & batch.loss_mask).sum()}
     for name, mask in who.items():
-        high, low = (
-            (cfg.clip_high, cfg.clip_low) if _option(name, cfg) != "aipo" else (cfg.ext_clip_high, cfg.ext_clip_low)
-        )
-
-        def add(key: str, value: Tensor, on: Tensor = mask, name: str = name) -> None:
-            out[f"{name}/{key}"] = value[on].sum()
-
-        add("n", torch.ones_like(lp))
-        add("ratio", ratio)
-        add("clip_high", ((a > 0) & (ratio > 1 + high)).to(lp.dtype))
-        add("clip_low", ((a < 0) & (ratio < 1 - low)).to(lp.dtype))
-        add("kl_old", ratio - 1 - (lp - old))
-        add("nll", -lp)
-        add("abs_a", a.abs())
-        add("coef", coefficient)
-        at = mask & known  # [B, T]
-        add("known", torch.ones_like(lp), at)
-        add("gap", gap.abs(), at)
-        add("k1", -gap, at)
-        add("k3", rho0 - 1 - gap, at)
-        add("w", rho0, at)
-        add("w2", rho0.square(), at)
-        add("floored", ((a > 0) & (rho0 < cfg.c_min)).to(lp.dtype), at)
-        add("capped", (rho0 > cfg.c_max).to(lp.dtype), at)
-        if norm is not None:
-            add("grad", push.abs() * norm)
-            add("bias", (-push - weight * rho0 * ratio * a).abs() * norm, at)
-            add("bias_n", push.abs() * norm, at)
-        if entropy is not None:
-            add("entropy", entropy.detach())
+        out |= {f"{name}/{key}": value[mask].sum() for key, value in every.items()}
+        out |= {f"{name}/{key}": value[mask & each.known].sum() for key, value in at_known.items()}
+        out |= {f"{name}/{key}": value[mask].sum() for key, value in _clipping(name, tokens, cfg).items()}
     if entropy is not None:
         after = who.own & (who.helper.cumsum(1) > 0)  # [B, T]
         out |= {"own/n_after": after.sum(), "own/entropy_after": entropy.detach()[after].sum()}
     return out
 
 
-def _option(name: str, cfg: LossConfig) -> str:
-    return {"own": "surrogate", "peer": cfg.peer_loss, "helper": cfg.external_loss}[name]
+@dataclass(frozen=True, slots=True)
+class _PerToken:
+    every: dict[str, Tensor]  # summed over all tokens of a provenance
+    at_known: dict[str, Tensor]  # summed where the writer's log-prob was recorded
+    known: Tensor  # [B, T] bool
+    off_unbiased: Tensor  # [B, T] |push - what token-level importance sampling would push|
+
+
+def _per_token(tokens: Tokens, push: Tensor, weight: Tensor, batch: Batch, cfg: LossConfig) -> _PerToken:
+    lp, old, a = tokens.logprobs.detach(), tokens.old, tokens.advantages  # [B, T]
+    ones = torch.ones_like(lp)  # [B, T]
+    ratio = bounded_exp(lp - old)  # [B, T]
+    known = recorded(batch.behavior_logprobs)  # [B, T]
+    gap = torch.where(known, old - batch.behavior_logprobs.to(lp.dtype), torch.zeros_like(lp))  # [B, T] log rho0
+    rho0 = bounded_exp(gap)  # [B, T]
+    used = bounded_exp(old - tokens.mu)  # [B, T] rho0 as the loss sees it (unknown mu: 1)
+    # In units of what an own token with this advantage gets at ratio 1: the coefficient c, clipping included.
+    coefficient = torch.where(weight > 0, push.abs() / weight, torch.zeros_like(push))  # [B, T]
+    every = {
+        "n": ones,
+        "ratio": bounded_exp(tokens.log_ratio.detach()),
+        "kl_old": ratio - 1 - (lp - old),
+        "nll": -lp,
+        "abs_a": a.abs(),
+        "coef": coefficient,
+        "floored": ((a > 0) & (used < cfg.c_min)).to(lp.dtype),
+        "capped": (used > cfg.c_max).to(lp.dtype),
+    }
+    at_known = {"known": ones, "gap": gap.abs(), "k1": -gap, "k3": rho0 - 1 - gap, "w": rho0, "w2": rho0.square()}
+    return _PerToken(every, at_known, known, (push + weight * rho0 * ratio * a).abs())
+
+
+def _clipping(name: str, tokens: Tokens, cfg: LossConfig) -> dict[str, Tensor]:
+    """Tokens [B, T] whose gradient the clip stops: above where A > 0, below where A < 0. Nothing for unclipped options."""
+    kind = {"own": "surrogate", "peer": cfg.peer_loss, "helper": cfg.external_loss}[name]
+    if kind in ("masked", "luffy", "ce"):
+        return {}
+    low, high = (cfg.ext_clip_low, cfg.ext_clip_high) if kind == "aipo" else (cfg.clip_low, cfg.clip_high)
+    log_ratio = (tokens.logprobs - tokens.mu if kind == "ppo_is" else tokens.log_ratio).detach()  # [B, T]
+    ratio, a = bounded_exp(log_ratio), tokens.advantages  # [B, T]
+    counted = tokens.known if kind == "ppo_is" else torch.ones_like(tokens.known)  # [B, T]
+    return {
+        "clip_high": ((a > 0) & (ratio > 1 + high) & counted).to(a.dtype),  # [B, T]
+        "clip_low": ((a < 0) & (ratio < 1 - low) & counted).to(a.dtype),  # [B, T]
+    }
 
 
 def loss_metrics(outputs: Sequence[LossOutput]) -> dict[str, float]:
@@ -123,7 +130,6 @@ def loss_metrics(outputs: Sequence[LossOutput]) -> dict[str, float]:
     metrics = {
         "loss/total": total.get("loss", 0.0),
         "loss/trained_tokens": sum(counts.values()),
-        "loss/nothing_to_train": float(sum(counts.values()) == 0),
         "loss/non_finite_tokens": total.get("non_finite", 0.0),
     }
     if "kl_ref" in total and counts["own"]:
@@ -139,19 +145,23 @@ def loss_metrics(outputs: Sequence[LossOutput]) -> dict[str, float]:
 
 def _of_provenance(s: dict[str, float], all_grad: float, name: str) -> dict[str, float]:
     n, known = s["n"], s["known"]
-    out = {"tokens": n, "unknown": 1 - known / n}
-    out |= {key: s[key] / n for key in ("ratio", "clip_high", "clip_low", "kl_old", "nll", "entropy") if key in s}
+    out = {"tokens": n}
+    means = ("ratio", "clip_high", "clip_low", "kl_old", "nll", "entropy")
+    out |= {key: s[key] / n for key in means if key in s}
+    if known:
+        out |= {"behavior_gap": s["gap"] / known}
+    if s.get("n_after"):
+        out["entropy_after_help"] = s["entropy_after"] / s["n_after"]
+    if "grad" in s and all_grad:
+        out["gradient_share"] = s["grad"] / all_grad
+    if name == "own":
+        return out
+    out |= {"unknown": 1 - known / n, "floored": s["floored"] / n, "capped": s["capped"] / n}
     if s["abs_a"]:
         out["coefficient"] = s["coef"] / s["abs_a"]
     if known:
-        out |= {"behavior_gap": s["gap"] / known, "behavior_k1": s["k1"] / known, "behavior_k3": s["k3"] / known}
+        out |= {"behavior_k1": s["k1"] / known, "behavior_k3": s["k3"] / known}
         out["ess"] = s["w"] ** 2 / (known * s["w2"])
-        if name != "own":
-            out |= {"floored": s["floored"] / known, "capped": s["capped"] / known}
-    if "grad" in s and all_grad:
-        out["gradient_share"] = s["grad"] / all_grad
     if s.get("bias_n"):
         out["bias"] = s["bias"] / s["bias_n"]
-    if s.get("n_after"):
-        out["entropy_after_help"] = s["entropy_after"] / s["n_after"]
     return out

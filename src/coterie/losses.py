@@ -14,7 +14,6 @@ leaves the step size of own tokens unchanged; ``ce`` has its own denominator. De
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,6 +22,8 @@ from torch import Tensor
 from coterie.batching import Batch
 from coterie.config import LossConfig
 from coterie.external import (
+    Provenance,
+    Tokens,
     aipo_coefficient,
     check_shapes,
     clipped_loss,
@@ -33,7 +34,7 @@ from coterie.external import (
     tapered_coefficient,
     truncated_coefficient,
 )
-from coterie.loss_metrics import LossOutput, Provenance, diagnostics
+from coterie.loss_metrics import LossOutput, diagnostics
 from coterie.types import Source
 
 K3_LINEAR_ABOVE = 10.0  # log(ref / policy) beyond which k3 goes on as a straight line
@@ -51,7 +52,7 @@ class Stats(Protocol):
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the log ratio over each row's ``mask``, at every token: GSPO, arXiv 2507.18071 eq. 7.
+    """Mean of the log ratio over each row's ``mask``, at every token: GSPO, arXiv 2507.18071.
 
     The length-normalised form: a constant difference per token gives the same ratio at any length. Rows without a
     masked token get 0.
@@ -90,7 +91,7 @@ def token_weights(
 ) -> Tensor:
     """Weight of every token of a row, [B, T] (the caller masks).
 
-    - ``token``: ``1 / N``, N policy tokens of the whole batch (DAPO, arXiv 2503.14476 eq. 8);
+    - ``token``: ``1 / N``, N policy tokens of the whole batch (DAPO, arXiv 2503.14476);
     - ``sequence``: ``1 / (R n_b)``, R rows of the whole batch, n_b policy tokens of row b (GRPO, arXiv 2402.03300);
     - ``constant``: ``1 / (R L)``, L the response budget (Dr. GRPO, arXiv 2503.20783).
 
@@ -112,28 +113,16 @@ def token_weights(
     return weight.expand(policy_mask.shape)  # [B, T]
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What a per-token loss may look at; all [B, T]."""
-
-    logprobs: Tensor  # differentiable
-    old: Tensor
-    log_ratio: Tensor  # log(p / pi_old); per sequence on policy tokens under gspo
-    mu: Tensor  # writer's log-prob, 0 (probability 1) where unknown
-    known: Tensor  # bool
-    advantages: Tensor
-
-
-def _clipped(t: _Tokens, cfg: LossConfig, coefficient: Tensor) -> Tensor:
+def _clipped(t: Tokens, cfg: LossConfig, coefficient: Tensor) -> Tensor:
     return coefficient * clipped_loss(t.log_ratio, t.advantages, cfg.clip_low, cfg.clip_high)  # [B, T]
 
 
-def _aipo(t: _Tokens, cfg: LossConfig) -> Tensor:
+def _aipo(t: Tokens, cfg: LossConfig) -> Tensor:
     c = aipo_coefficient(t.old, t.mu, t.advantages, cfg.c_min, cfg.c_max, cfg.external_negative)  # [B, T]
     return c * clipped_loss(t.log_ratio, t.advantages, cfg.ext_clip_low, cfg.ext_clip_high)  # [B, T]
 
 
-TOKEN_LOSSES: dict[str, Callable[[_Tokens, LossConfig], Tensor]] = {
+TOKEN_LOSSES: dict[str, Callable[[Tokens, LossConfig], Tensor]] = {
     "masked": lambda t, cfg: torch.zeros_like(t.logprobs),
     "surrogate": lambda t, cfg: _clipped(t, cfg, torch.ones_like(t.advantages)),
     "positive": lambda t, cfg: _clipped(t, cfg, positive_coefficient(t.advantages)),
@@ -187,6 +176,7 @@ def policy_loss(
     if batch.advantages is None:
         raise ValueError("policy_loss needs advantages; this batch was collated without")
     check_shapes(logprobs=stats.logprobs, old_logprobs=old_logprobs, input_ids=batch.input_ids)
+    batch = batch.to(stats.logprobs.device)
     logprobs, old = _where_trained(stats.logprobs, batch), _where_trained(old_logprobs, batch).detach()  # [B, T]
     who = provenance(batch)
     tokens = _tokens(logprobs, old, batch, cfg, who)
@@ -203,7 +193,7 @@ def policy_loss(
         ),
     ]
     loss = torch.stack(terms).sum()
-    sums = diagnostics(loss, tokens.logprobs, old, batch, who, weight, cfg, stats.entropy, stats.sum_sq)
+    sums = diagnostics(loss, tokens, batch, who, weight, cfg, stats.entropy, stats.sum_sq)
     if cfg.kl_coef > 0:
         if ref_logprobs is None:
             raise ValueError("kl_coef > 0 needs ref_logprobs")
@@ -222,7 +212,7 @@ def _where_trained(x: Tensor, batch: Batch) -> Tensor:
     return torch.where(batch.loss_mask, full, torch.zeros_like(full))  # [B, T]
 
 
-def _tokens(logprobs: Tensor, old: Tensor, batch: Batch, cfg: LossConfig, who: Provenance) -> _Tokens:
+def _tokens(logprobs: Tensor, old: Tensor, batch: Batch, cfg: LossConfig, who: Provenance) -> Tokens:
     assert batch.advantages is not None
     log_ratio = logprobs - old  # [B, T]
     if cfg.kind == "gspo":
@@ -233,7 +223,7 @@ def _tokens(logprobs: Tensor, old: Tensor, batch: Batch, cfg: LossConfig, who: P
         mu, known = torch.zeros_like(old), torch.ones_like(known)  # [B, T]
     else:
         mu = torch.where(known, batch.behavior_logprobs.to(old.dtype), torch.zeros_like(old))  # [B, T]
-    return _Tokens(logprobs, old, log_ratio, mu, known, batch.advantages.to(old.dtype))
+    return Tokens(logprobs, old, log_ratio, mu, known, batch.advantages.to(old.dtype))
 
 
 def _or_ce(weight: Tensor, row: Tensor, kind: str, count: int) -> Tensor:

@@ -1,0 +1,228 @@
+"""One hand-derived check per formula, as functions of the module under test, so that a broken copy can be checked too."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import numpy as np
+import torch
+from loss_cases import Row, Stats, build, full
+from torch import Tensor
+
+from coterie.config import LossConfig
+from coterie.types import Group, Problem, Source, StopReason, Trajectory
+
+
+def close(got: Tensor | float, want: object, tol: float = 1e-5) -> None:
+    torch.testing.assert_close(
+        torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(want, dtype=torch.float64), atol=tol, rtol=0
+    )
+
+
+def row(*values: float, grad: bool = False) -> Tensor:
+    return torch.tensor([values], dtype=torch.float64, requires_grad=grad)  # [1, T]
+
+
+def logs(*values: float, grad: bool = False) -> Tensor:
+    return torch.tensor([values], dtype=torch.float64).log().requires_grad_(grad)  # [1, T]
+
+
+def group(*rewards: float | None, modes: str = "", failed: str | None = None) -> Group:
+    """``modes``: one letter a trajectory, s(olo) or h(elped). ``failed`` marks the last one."""
+    n = len(rewards)
+    rows = tuple(
+        Trajectory(
+            token_ids=np.array([1, 2], np.int32),
+            source=np.array([Source.CONTEXT, Source.POLICY], np.uint8),
+            behavior_logprobs=np.zeros(2, np.float32),
+            prompt_length=1,
+            segments=(),
+            stop_reason=StopReason.EOS,
+            reward=r,
+            mode={"s": "solo", "h": "helped"}[(modes or "s" * n)[i]],
+            failed=failed if i == n - 1 else None,
+        )
+        for i, r in enumerate(rewards)
+    )
+    return Group("g", Problem("p", "t", "q"), "me", 0, "tok", rows)
+
+
+# --- external.py -------------------------------------------------------------------------------------------------------
+
+
+def clipped(m: ModuleType) -> None:
+    """Clip 0.8 .. 1.28. Ratios 0.5, 1, 1.5: A = 2 gives -min(1, 1.6), -2, -min(3, 2.56); A = -2 gives max(1, 1.6), 2, 3."""
+    close(m.clipped_loss(logs(0.5, 1, 1.5), row(2, 2, 2), 0.2, 0.28), [[-1.0, -2.0, -2.56]])
+    close(m.clipped_loss(logs(0.5, 1, 1.5), row(-2, -2, -2), 0.2, 0.28), [[1.6, 2.0, 3.0]])
+
+
+def bounded(m: ModuleType) -> None:
+    close(m.bounded_exp(row(0.5, 1000.0, -1000.0)) / math.exp(20), [[math.exp(-19.5), 1.0, math.exp(-40)]], 1e-12)
+    assert m.bounded_exp(row(math.nan)).isnan().all()
+
+
+def recorded(m: ModuleType) -> None:
+    got = m.recorded(row(-1.0, 0.0, math.nan, -math.inf, math.inf, 0.5))
+    assert got.tolist() == [[True, True, False, False, False, False]]
+
+
+def positive(m: ModuleType) -> None:
+    close(m.positive_coefficient(row(2, 0, -3)), [[1, 0, 0]])
+
+
+def tapered(m: ModuleType) -> None:
+    close(m.tapered_coefficient(row(2, -3, -1), logs(0.3, 0.3, 0.9)), [[1, 0.3, 0.9]])
+
+
+def truncated(m: ModuleType) -> None:
+    """rho0 = 0.3/0.6, 0.6/0.2 (capped at 2), unknown."""
+    known = torch.tensor([[True, True, False]])
+    close(m.truncated_coefficient(logs(0.3, 0.6, 0.3), logs(0.6, 0.2, 0.6), known, 2.0), [[0.5, 2, 0]])
+
+
+def aipo(m: ModuleType) -> None:
+    """rho0 = 0.05, 0.5, 3 with c in [0.2, 1]."""
+    old, mu = logs(0.04, 0.4, 0.9), logs(0.8, 0.8, 0.3)
+    up, down = row(1, 1, 1), row(-1, -1, -1)
+    close(m.aipo_coefficient(old, mu, up, 0.2, 1.0, "tapered"), [[0.2, 0.5, 1.0]])
+    close(m.aipo_coefficient(old, mu, down, 0.2, 1.0, "tapered"), [[0.05, 0.5, 1.0]])
+    close(m.aipo_coefficient(old, mu, down, 0.2, 1.0, "zero"), [[0, 0, 0]])
+    close(m.aipo_coefficient(old, mu, down, 0.2, 1.0, "full"), [[0.2, 0.5, 1.0]])
+
+
+def ppo_is(m: ModuleType) -> None:
+    """rho = 0.5, 1.5, 4, unknown; clip 0.8 .. 1.28, dual clip 3: A = 1 and A = -1."""
+    lp, mu = logs(0.1, 0.3, 0.8, 0.5), logs(0.2, 0.2, 0.2, 0.5)
+    known = torch.tensor([[True, True, True, False]])
+    close(m.ppo_is_loss(lp, mu, known, row(1, 1, 1, 1), 0.2, 0.28, 3.0), [[-0.5, -1.28, -1.28, 0]])
+    close(m.ppo_is_loss(lp, mu, known, row(-1, -1, -1, -1), 0.2, 0.28, 3.0), [[0.8, 1.5, 3.0, 0]])
+
+
+def luffy(m: ModuleType) -> None:
+    """p = 0.1: loss -2 * 0.1/0.2; slope against log p: -2 * 0.1 * 0.1 / 0.2^2."""
+    lp = logs(0.1, grad=True)
+    loss = m.luffy_loss(lp, row(2), 0.1)
+    close(loss, [[-1.0]])
+    close(torch.autograd.grad(loss.sum(), lp)[0], [[-0.5]])
+
+
+# --- losses.py ---------------------------------------------------------------------------------------------------------
+
+
+def gspo_ratio(m: ModuleType) -> None:
+    """Mean of (0.1, 0.4) over the mask, whatever stands elsewhere; a row without tokens gets 0."""
+    log_ratio = torch.tensor([[9.0, 0.1, 0.4], [1.0, 2.0, 3.0]])
+    mask = torch.tensor([[False, True, True], [False, False, False]])
+    close(m.sequence_log_ratio(log_ratio, mask), [[0.25] * 3, [0.0] * 3])
+
+
+def kl(m: ModuleType) -> None:
+    """ref/policy = 2: k3 = 2 - 1 - ln 2, k2 = ln(2)^2 / 2."""
+    close(m.kl_estimate(logs(0.2), logs(0.4), "k3"), [[1 - math.log(2)]])
+    close(m.kl_estimate(logs(0.2), logs(0.4), "k2"), [[math.log(2) ** 2 / 2]])
+    # Beyond d = 10 the tangent: e^10 (1 + d - 10) - 1 - d.
+    close(m.kl_estimate(row(-30.0), row(-10.0), "k3") / math.exp(10), [[11 - 21 * math.exp(-10)]])
+
+
+def weights(m: ModuleType) -> None:
+    """Rows with 1 and 3 policy tokens; whole batch: 8 tokens in 4 rows, budget 5."""
+    mask = torch.tensor([[False, True, False, False], [True, True, True, False]])
+    close(m.token_weights(mask, "token", 8, 4, 5), [[1 / 8] * 4, [1 / 8] * 4])
+    close(m.token_weights(mask, "sequence", 8, 4, 5), [[1 / 4] * 4, [1 / 12] * 4])
+    close(m.token_weights(mask, "constant", 8, 4, 5), [[1 / 20] * 4, [1 / 20] * 4])
+    close(m.token_weights(mask[:, 2:] & False, "token", 0, 0, 5), [[1.0] * 2, [1.0] * 2])
+
+
+def provenance(m: ModuleType) -> None:
+    batch = build([Row("cphc"), Row("cph", author="you")])
+    who = m.provenance(batch)
+    assert who.own.tolist() == [[False, True, False, False], [False] * 4]
+    assert who.peer.tolist() == [[False] * 4, [False, True, False, False]]
+    assert who.helper.tolist() == [[False, False, True, False], [False, False, True, False]]
+
+
+def every_treatment(m: ModuleType) -> None:
+    """One own, one peer and one helper token, all with p = pi_old = 0.2 and mu = 0.5, so rho0 = 0.4; N_policy = 2.
+
+    Loss in units of 1/2: own -A = -1; peer with A = -1; helper with A = +1 (it stands in the own row).
+    """
+    batch = build([Row("cph", 1.0, mu=math.log(0.5)), Row("cp", -1.0, author="you", mu=math.log(0.5))])
+    lp = full(batch, math.log(0.2))
+    up = {  # external_loss -> loss of the helper token, A = +1
+        "masked": 0.0,
+        "surrogate": -1.0,
+        "ppo_is": -0.4,  # rho = 0.4, below the clip but A > 0: not clipped
+        "luffy": -0.2 / 0.3,
+        "aipo": -0.4,  # above the floor
+        "ce": -0.1 * math.log(0.2) * 2,  # own denominator: one token, so twice 1/2
+    }
+    down = {  # peer_loss -> loss of the peer token, A = -1
+        "masked": 0.0,
+        "surrogate": 1.0,
+        "positive": 0.0,
+        "tapered": 0.2,
+        "truncated_is": 0.4,
+        "ppo_is": 0.8,  # clipped from below
+        "luffy": 0.2 / 0.3,
+        "aipo": 0.4,
+        "ce": -0.1 * math.log(0.2) * 2,
+    }
+    for name, want in up.items():
+        cfg = LossConfig(external_loss=name, peer_loss="masked")  # type: ignore[arg-type]
+        close(m.policy_loss(Stats(lp), batch, cfg, lp).loss, (-1 + want) / 2)
+        half = LossConfig(external_loss=name, peer_loss="masked", lambda_ext=0.5)  # type: ignore[arg-type]
+        close(m.policy_loss(Stats(lp), batch, half, lp).loss, (-1 + want / 2) / 2)
+    for name, want in down.items():
+        cfg = LossConfig(peer_loss=name)  # type: ignore[arg-type]
+        close(m.policy_loss(Stats(lp), batch, cfg, lp).loss, (-1 + want) / 2)
+
+
+def kl_in_loss(m: ModuleType) -> None:
+    """Own tokens only, same weights as the policy part: here one own token of two policy tokens, d = ln 2."""
+    batch = build([Row("cph", 0.0), Row("cp", 0.0, author="you")])
+    lp = full(batch, math.log(0.2))
+    cfg = LossConfig(kl_coef=0.3)
+    close(m.policy_loss(Stats(lp), batch, cfg, lp, full(batch, math.log(0.4))).loss, 0.3 * (1 - math.log(2)) / 2)
+
+
+def row_weights(m: ModuleType) -> None:
+    """Rows with factors 1 and 0.5, two tokens: -(1 + 0.5) / 2."""
+    batch = build([Row("cp"), Row("cp")], weights=[1.0, 0.5])
+    lp = full(batch, -1.0)
+    close(m.policy_loss(Stats(lp), batch, LossConfig(), lp).loss, -0.75)
+
+
+# --- advantages.py -----------------------------------------------------------------------------------------------------
+
+
+def advantage_kinds(m: ModuleType) -> None:
+    """(2, 4, 9): mean 5, squares 9 + 1 + 16 = 26, ddof 1: s = sqrt(13). Leave one out: 2 - 6.5, 4 - 5.5, 9 - 3."""
+    s = math.sqrt(13)
+    close(m.group_advantages([group(2, 4, 9)], "mean_std")[0], [-3 / s, -1 / s, 4 / s])
+    close(m.group_advantages([group(2, 4, 9)], "mean")[0], [-3, -1, 4])
+    close(m.group_advantages([group(2, 4, 9)], "rloo")[0], [-4.5, -1.5, 6])
+    # One mean and deviation over (1,1),(0,0): mean 1/2, s^2 = 1/3.
+    close(m.group_advantages([group(1, 1), group(0, 0)], "batch"), [[3**0.5 / 2] * 2, [-(3**0.5) / 2] * 2])
+
+
+def advantage_unusable(m: ModuleType) -> None:
+    assert m.group_advantages([group(1, math.nan, None, math.inf, 0)], "mean")[0] == [0.5, None, None, None, -0.5]
+    assert m.group_advantages([group(1, 0, 0, failed="timeout")], "mean")[0] == [0.5, -0.5, None]
+
+
+def advantage_baselines(m: ModuleType) -> None:
+    """Solo (0, 1), helped (1, 1): means 1/2 and 1, shared 3/4 with s = 1/2; solo s = sqrt(1/2)."""
+    g = [group(0, 1, 1, 1, modes="sshh")]
+    close(m.group_advantages(g, "mean", "own_mode")[0], [-0.5, 0.5, 0, 0])
+    close(m.group_advantages(g, "mean", "shared")[0], [-0.75, 0.25, 0.25, 0.25])
+    close(m.group_advantages(g, "mean_std", "solo_mean")[0], [-1, 1, 1, 1])
+
+
+def informative_share(m: ModuleType) -> None:
+    close(m.expected_informative_share(0.18, 2), 0.2952)
+
+
+EXTERNAL = (clipped, bounded, recorded, positive, tapered, truncated, aipo, ppo_is, luffy)
+LOSSES = (gspo_ratio, kl, weights, provenance, every_treatment, kl_in_loss, row_weights)
+ADVANTAGES = (advantage_kinds, advantage_unusable, advantage_baselines, informative_share)

@@ -1,0 +1,118 @@
+"""Every formula against hand-derived numbers, and every check against broken formulas.
+
+A check that passes on a wrong formula proves nothing, so each line of the maths is broken on purpose (in a copy of the
+module's source) and some check must notice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import formula_checks
+import pytest
+
+import coterie.advantages
+import coterie.external
+import coterie.losses
+
+Check = Callable[[ModuleType], None]
+CHECKS: dict[ModuleType, tuple[Check, ...]] = {
+    coterie.external: formula_checks.EXTERNAL,
+    coterie.losses: formula_checks.LOSSES,
+    coterie.advantages: formula_checks.ADVANTAGES,
+}
+MUTATIONS: list[tuple[ModuleType, str, str]] = [
+    (coterie.external, "torch.minimum(ratio * advantages, clipped * advantages)", "(clipped * advantages)"),
+    (coterie.external, "torch.minimum(ratio * advantages, clipped * advantages)", "(ratio * advantages)"),
+    (coterie.external, "-torch.minimum(ratio * advantages", "torch.minimum(ratio * advantages"),
+    (coterie.external, "ratio.clamp(1.0 - low, 1.0 + high)", "ratio.clamp(1.0 - high, 1.0 + low)"),
+    (coterie.external, "log_ratio.clamp(-MAX_LOG, MAX_LOG).exp()", "log_ratio.exp()"),
+    (coterie.external, "behavior_logprobs.isfinite() & ", "~behavior_logprobs.isnan() & "),
+    (coterie.external, " & (behavior_logprobs <= 1e-3)", ""),
+    (coterie.external, "(advantages > 0).to(", "(advantages >= 0).to("),
+    (coterie.external, "old_logprobs.detach().exp())", "old_logprobs.detach())"),
+    (coterie.external, "rho0.clamp(max=c_max), torch.zeros_like(rho0))", "rho0, torch.zeros_like(rho0))"),
+    (coterie.external, "rho0.clamp(max=c_max), torch.zeros_like(rho0))", "rho0.clamp(max=c_max), rho0)"),
+    (coterie.external, "floored = rho0.clamp(c_min, c_max)", "floored = rho0.clamp(max=c_max)"),
+    (coterie.external, "floored = rho0.clamp(c_min, c_max)", "floored = rho0.clamp(min=c_min)"),
+    (coterie.external, '"tapered": rho0.clamp(max=c_max)', '"tapered": rho0'),
+    (coterie.external, '"tapered": rho0.clamp(max=c_max)', '"tapered": floored'),
+    (coterie.external, '"zero": torch.zeros_like(rho0)', '"zero": rho0'),
+    (coterie.external, "bounded_exp(old_logprobs.detach() - mu_logprobs)", "bounded_exp(mu_logprobs - old_logprobs)"),
+    (coterie.external, "torch.minimum(loss, -dual_clip * advantages)", "loss"),
+    (coterie.external, "torch.where(known, capped, torch.zeros_like(capped))", "capped"),
+    (coterie.external, "clipped_loss(logprobs - mu_logprobs", "clipped_loss(logprobs"),
+    (coterie.external, "-advantages * p / (p + gamma)", "-advantages * p"),
+    (coterie.losses, "(log_ratio * mask).sum(1, keepdim=True) / count", "(log_ratio * mask).sum(1, keepdim=True)"),
+    (coterie.losses, "(log_ratio * mask).sum(1, keepdim=True) / count", "log_ratio.mean(1, keepdim=True)"),
+    (coterie.losses, "d.square() / 2", "d.square()"),
+    (coterie.losses, "near.exp() * (1 + d - near) - 1 - d", "near.exp() * (1 + d - near) - 1"),
+    (coterie.losses, "near.exp() * (1 + d - near) - 1 - d", "near.exp() - 1 - d"),
+    (coterie.losses, "d = ref_logprobs.detach() - logprobs", "d = logprobs - ref_logprobs.detach()"),
+    (coterie.losses, "max(policy_tokens, 1)", "max(rows, 1)"),
+    (coterie.losses, "1.0 / (per_row * max(rows, 1))", "1.0 / per_row"),
+    (coterie.losses, "1.0 / (per_row * max(rows, 1))", "torch.ones_like(per_row) / max(policy_tokens, 1)"),
+    (coterie.losses, "(max(rows, 1) * max_new_tokens)", "max_new_tokens"),
+    (coterie.losses, "Provenance(policy & own, policy & ~own", "Provenance(policy, policy & ~own"),
+    (coterie.losses, "Provenance(policy & own, policy & ~own", "Provenance(policy & own, policy"),
+    (coterie.losses, "batch.source == Source.HELPER", "batch.source == Source.CONTEXT"),
+    (coterie.losses, "positive_coefficient(t.advantages)", "torch.ones_like(t.advantages)"),
+    (coterie.losses, "tapered_coefficient(t.advantages, t.old)", "torch.ones_like(t.advantages)"),
+    (coterie.losses, "-cfg.ce_coef * t.logprobs", "-cfg.ce_coef * t.logprobs * t.advantages"),
+    (coterie.losses, "(row / max(count, 1)).expand_as(weight) if kind", "weight if kind"),
+    (coterie.losses, "cfg.lambda_ext\n", "1.0\n"),
+    (coterie.losses, "n.policy, n.rows", "n.own_policy, n.rows"),
+    (coterie.losses, "weight = weight * row", "weight = weight"),
+    (coterie.losses, "torch.where(who.own, kl,", "torch.where(batch.loss_mask, kl,"),
+    (coterie.losses, "cfg.kl_coef * (kl * weight)", "cfg.kl_coef * (kl)"),
+    (coterie.advantages, "(len(values) - 1)", "len(values)"),
+    (coterie.advantages, "centred * n / (n - 1)", "centred"),
+    (coterie.advantages, 'if kind == "mean_std" else centred', 'if kind == "mean" else centred'),
+    (coterie.advantages, 'if kind == "batch" else [list', 'if kind == "mean" else [list'),
+    (coterie.advantages, "math.isfinite(r) and ", ""),
+    (coterie.advantages, " and trajectory.failed is None", ""),
+    (coterie.advantages, "1.0 - (p**group_size + (1.0 - p) ** group_size)", "1.0 - p**group_size"),
+    (coterie.advantages, "by_mode[t.mode], by_mode[t.mode]", "everyone, everyone"),
+    (coterie.advantages, 'by_mode.get("solo", []), everyone', 'by_mode.get("solo", []), by_mode["solo"]'),
+]
+
+
+def load_copy(module: ModuleType, source: str) -> ModuleType:
+    """``source`` as a module of its own; imports in it reach the real package."""
+    spec = importlib.util.spec_from_loader(f"{module.__name__}_copy", loader=None)
+    assert spec is not None
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[copy.__name__] = copy  # dataclasses look their module up
+    try:
+        exec(compile(source, f"<copy of {module.__name__}>", "exec"), copy.__dict__)
+    finally:
+        del sys.modules[copy.__name__]
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("module", "check"), [(m, c) for m, cs in CHECKS.items() for c in cs], ids=lambda x: x.__name__.split(".")[-1]
+)
+def test_formula(module: ModuleType, check: Check) -> None:
+    check(module)
+
+
+@pytest.mark.parametrize(("module", "right", "wrong"), MUTATIONS, ids=range(len(MUTATIONS)))
+def test_broken_formula_is_noticed(module: ModuleType, right: str, wrong: str) -> None:
+    source = inspect.getsource(module)
+    assert source.count(right) >= 1, f"the line to break is gone from {module.__name__}: {right!r}"
+    broken = load_copy(module, source.replace(right, wrong, 1))
+    noticed = [check.__name__ for check in CHECKS[module] if _fails(check, broken)]
+    assert noticed, f"no check notices {right!r} -> {wrong!r}"
+
+
+def _fails(check: Check, module: ModuleType) -> bool:
+    try:
+        check(module)
+    except AssertionError:
+        return True
+    return False
