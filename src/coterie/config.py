@@ -264,6 +264,71 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept."""
 
 
+class SwarmConfig(Section):
+    exchange: Literal["none", "memory", "local", "network"] = "none"
+    """What carries groups: nothing, one process, one machine (a SQLite file), or the network (zenoh relays)."""
+    name: str = Field("swarm", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
+    """Name of the swarm; groups of another swarm are refused."""
+    peer_groups: int = Field(4, ge=0)
+    """Peers' groups per update: SAPO's J. 0: publish only."""
+    share: Literal["all", "informative", "nothing"] = "all"
+    """Which own groups are published."""
+    selection: Literal["uniform", "informative", "variance"] = "informative"
+    """How peers' groups are chosen; `informative` is the paper's: non-zero advantage, then uniform."""
+    own_selection: Literal["all", "informative"] = "all"
+    """The same filter for own groups, as its own switch."""
+    per_peer: int = Field(0, ge=0)
+    """Most groups of one peer per update. 0: twice an equal share of the peers heard of."""
+    per_task: int = Field(0, ge=0)
+    """Most peers' groups of one task per update. 0: no limit."""
+    max_age: int = Field(8, ge=0)
+    """Groups this many versions behind the newest known of their author are refused."""
+    ttl: int = Field(4, ge=1)
+    """Own steps after which an unused group leaves the pool."""
+    pool: int = Field(64, ge=1)
+    """Most peers' groups waiting to be used."""
+    likelihood_low: float = Field(0.0, le=0)
+    """Drop peers' groups with a stretch of 16 tokens whose mean own log-prob is below this (e.g. -6). 0: off."""
+    ratio: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive` halves peer_groups while own held-out accuracy falls or KL jumps."""
+    token_ids: bool = True
+    """Send token ids (used by peers with the same tokenizer); text is always sent."""
+    logprobs: Literal["none", "float16", "float32"] = "float16"
+    """Send the author's log-probs with the token ids, and how precisely."""
+    collect_s: float = Field(2.0, gt=0)
+    """Most time a step spends on checking and scoring peers' groups."""
+    wait_s: float = Field(0.0, ge=0)
+    """Most time a step waits for a first message, if none has arrived. 0: never."""
+    message_bytes: int = Field(262_144, ge=1024)
+    """Longer messages are dropped unread."""
+    max_trajectories: int = Field(64, ge=1)
+    """Groups with more answers are refused."""
+    identity: str = ""
+    """Private key file of this node; created on first use. Empty: identity.pem in the run directory."""
+    allow: tuple[str, ...] = ()
+    """Node ids whose groups are taken. Empty: everybody's."""
+    invite_file: str = ""
+    """File with the swarm's shared secret (`coterie swarm invite FILE`): messages are sealed with it."""
+    path: str = ""
+    """File of the `local` exchange. Empty: swarm.sqlite beside the run directory."""
+    connect: tuple[str, ...] = ()
+    """Relays to dial (`network`), e.g. "tcp/relay.example.org:7447"; several are tried in turn."""
+    listen: tuple[str, ...] = ()
+    """Endpoints to open (`network`) for a small mesh without a relay. Empty: no port is opened."""
+    pace: float = Field(50.0, ge=0)
+    """Messages sent per second at most: a quarter of a relay's default limit. 0: as fast as they come."""
+    tls_ca: str = ""
+    """PEM file of the authority that signed the relay's certificate (tls/ endpoints)."""
+    tls_certificate: str = ""
+    """PEM certificate of this node, for relays that ask for one (mutual TLS)."""
+    tls_key: str = ""
+    """PEM key of that certificate."""
+    user: str = ""
+    """User name for the relay."""
+    password_file: str = ""
+    """File with the password for the relay."""
+
+
 class TrackingConfig(Section):
     transcripts: int = Field(4, ge=0)
     """Trajectories written to trajectories.jsonl per step."""
@@ -299,6 +364,7 @@ class Config(Section):
     scoring: ScoringConfig = ScoringConfig()
     helpers: HelpersConfig = HelpersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    swarm: SwarmConfig = SwarmConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")

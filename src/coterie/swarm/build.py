@@ -1,0 +1,135 @@
+"""From a config to a node: the identity, the exchange it names, and who may take part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coterie.config import Config, SwarmConfig
+from coterie.errors import UserError
+from coterie.rng import derive
+from coterie.swarm.access import Access, read_invite
+from coterie.swarm.controller import AdaptiveShare, FixedShare
+from coterie.swarm.exchange import Exchange
+from coterie.swarm.identity import Identity, IdentityLock, open_identity
+from coterie.swarm.memory import MemoryHub
+from coterie.swarm.node import LogprobFn, Node, SoloNode, SwarmNode
+from coterie.swarm.verify import ProblemFn, Rebuilder, ScoreFn
+from coterie.swarm.wire import Limits
+
+if TYPE_CHECKING:
+    from coterie.prompting import PromptEncoder
+    from coterie.swarm.zenoh_config import Security
+
+
+def open_node(
+    cfg: Config,
+    *,
+    encoder: PromptEncoder,
+    problem_of: ProblemFn,
+    score: ScoreFn,
+    logprobs: LogprobFn | None = None,
+    hub: MemoryHub | None = None,
+) -> Node:
+    """The node that ``cfg.swarm`` describes; a :class:`SoloNode` if it names no exchange.
+
+    Args:
+        hub: where the nodes of one process meet (``exchange = "memory"``).
+
+    Raises:
+        UserError: settings that contradict each other, unreadable files, an identity in use.
+    """
+    swarm = cfg.swarm
+    if swarm.exchange == "none":
+        return SoloNode()
+    access = make_access(swarm)
+    identity = open_identity(identity_path(cfg))
+    lock = IdentityLock(identity)
+    try:
+        exchange = make_exchange(cfg, identity, hub)
+    except BaseException:
+        lock.close()
+        raise
+    limits = Limits(
+        message_bytes=swarm.message_bytes,
+        decompressed_bytes=16 * swarm.message_bytes,
+        trajectories=swarm.max_trajectories,
+        response_tokens=cfg.rollout.max_new_tokens,
+        response_chars=64 * cfg.rollout.max_new_tokens,
+    )
+    return SwarmNode(
+        swarm,
+        identity,
+        exchange,
+        Rebuilder(problem_of, encoder, limits, Counter()),
+        score,
+        access=access,
+        share=AdaptiveShare(swarm.peer_groups) if swarm.ratio == "adaptive" else FixedShare(swarm.peer_groups),
+        logprobs=logprobs,
+        seed=derive(cfg.seed, "swarm", identity.node_id),
+        on_close=lock.close,
+    )
+
+
+def make_access(swarm: SwarmConfig) -> Access:
+    for node in swarm.allow:
+        if len(node) != 64 or set(node) - set("0123456789abcdef"):
+            raise UserError(f"swarm.allow: {node!r} is not a node id (64 hex digits; see `coterie swarm identity`)")
+    invite = read_invite(swarm.invite_file) if swarm.invite_file else None
+    return Access(swarm.name, allow=frozenset(swarm.allow), invite=invite)
+
+
+def identity_path(cfg: Config) -> Path:
+    return Path(cfg.swarm.identity or Path(cfg.run_dir) / "identity.pem")
+
+
+def exchange_path(cfg: Config) -> Path:
+    return Path(cfg.swarm.path or Path(cfg.run_dir).parent / "swarm.sqlite")
+
+
+def security_of(swarm: SwarmConfig) -> Security:
+    from coterie.swarm.zenoh_config import Security
+
+    password = ""
+    if swarm.password_file:
+        try:
+            password = Path(swarm.password_file).read_text(encoding="utf-8").strip()
+        except OSError as e:
+            raise UserError(f"swarm.password_file {swarm.password_file}: {e.strerror}") from e
+    return Security(
+        ca=swarm.tls_ca,
+        certificate=swarm.tls_certificate,
+        key=swarm.tls_key,
+        mutual=bool(swarm.tls_certificate),
+        user=swarm.user,
+        password=password,
+    )
+
+
+def make_exchange(cfg: Config, identity: Identity, hub: MemoryHub | None) -> Exchange:
+    swarm = cfg.swarm
+    if swarm.exchange == "memory":
+        if hub is None:
+            raise UserError(
+                "swarm.exchange = 'memory' joins nodes of one process (simulation); use 'local' or 'network'"
+            )
+        return hub.join(cfg.seed)
+    if swarm.exchange == "local":
+        from coterie.swarm.local import LocalExchange
+
+        return LocalExchange(exchange_path(cfg), identity.node_id, seed=cfg.seed)
+    from coterie.swarm.network import NetworkExchange
+
+    if not (swarm.connect or swarm.listen):
+        raise UserError("swarm.exchange = 'network' needs swarm.connect (relays to dial) or swarm.listen (a mesh)")
+    return NetworkExchange(
+        swarm.name,
+        identity,
+        swarm.connect,
+        listen=swarm.listen,
+        security=security_of(swarm),
+        published=float(cfg.rollout.problems),
+        pace=swarm.pace,
+        seed=cfg.seed,
+    )

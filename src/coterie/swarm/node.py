@@ -1,0 +1,424 @@
+"""A node's side of the swarm: publish own groups, collect peers' groups that are fit to train on.
+
+One object serves every mode; with ``exchange = "none"`` it is a :class:`SoloNode` that does nothing, so the loop is the
+same. Nothing here touches torch's or numpy's global randomness: a node that asks for no peer groups trains exactly as if
+it were alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.config import SwarmConfig
+from coterie.swarm.access import Access
+from coterie.swarm.controller import FixedShare
+from coterie.swarm.exchange import Exchange, Request
+from coterie.swarm.identity import Identity, short_name
+from coterie.swarm.pool import Entry, Pool
+from coterie.swarm.selection import Quotas, fair_quota, likelihood_band, select
+from coterie.swarm.trust import Ledger
+from coterie.swarm.verify import Rebuilder, ScoreFn, score_group
+from coterie.swarm.wire import Message, WireError, encode_group, open_header, parse
+from coterie.types import Group
+
+LogprobFn = Callable[[Sequence[Group]], Sequence[Sequence[NDArray[np.float32]]]]
+Mode = Literal["sharing", "degraded", "solo"]
+_MARGIN = 3  # messages asked for per peer group wanted: some are uninformative, late or refused
+_CLOCK_S = 60.0
+
+
+@dataclass(frozen=True)
+class State:
+    """Whether this node shares, and if not, why."""
+
+    mode: Mode
+    cause: str = ""
+
+
+class Node(Protocol):
+    """What the trainer sees."""
+
+    author: str
+
+    def publish(self, groups: Sequence[Group]) -> None: ...
+
+    def collect(self, step: int) -> list[Group]: ...
+
+    def feedback(self, accuracy: float, kl: float) -> None: ...
+
+    @property
+    def state(self) -> State: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SoloNode:
+    """No swarm: nothing is sent, nothing arrives."""
+
+    author = "self"
+    state = State("solo", "sharing is off (swarm.exchange = none)")
+
+    def publish(self, groups: Sequence[Group]) -> None:
+        """Nothing."""
+
+    def collect(self, step: int) -> list[Group]:
+        return []
+
+    def feedback(self, accuracy: float, kl: float) -> None:
+        """Nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class SwarmNode:
+    """A member of a swarm.
+
+    Args:
+        cfg: the ``[swarm]`` section.
+        identity: this node's key.
+        exchange: what carries the messages; closed with the node.
+        rebuilder: own problems, own tokenizer, own limits.
+        score: own verifier, ``score([(problem, text), ...]) -> scores`` with ``.reward`` and ``.outcome``.
+        access: who may take part.
+        share: how many groups to ask for.
+        logprobs: own log-probs of the policy tokens of each trajectory, for ``likelihood_low``.
+        seed: of the selection.
+        on_close: run after the exchange is closed (locks).
+    """
+
+    def __init__(
+        self,
+        cfg: SwarmConfig,
+        identity: Identity,
+        exchange: Exchange,
+        rebuilder: Rebuilder,
+        score: ScoreFn,
+        *,
+        access: Access | None = None,
+        share: FixedShare | None = None,
+        logprobs: LogprobFn | None = None,
+        seed: int = 0,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.cfg, self.identity, self.author = cfg, identity, identity.node_id
+        self.exchange, self._rebuild, self._score_fn = exchange, rebuilder, score
+        self._access = access or Access(cfg.name)
+        self.share = share or FixedShare(cfg.peer_groups)
+        self._logprobs, self._seed, self._on_close = logprobs, seed, on_close
+        self.pool = Pool(cfg.pool, cfg.ttl)
+        self.ledger = Ledger(cfg.max_age)
+        self.events: list[str] = []  # lines for the console: quarantines, clock; emptied by who prints them
+        self._now = 0  # collects so far: this node's only clock
+        self._seq = 0
+        self._published = self._sent_bytes = 0
+        self._used_at = -(10**9)
+        self._last: dict[str, float] = {}
+        self._counts = Counter[str]()
+
+    def publish(self, groups: Sequence[Group]) -> None:
+        """Sign and send own groups (never blocks on a peer). What cannot be sent is counted as ``unsendable``."""
+        if self.cfg.share == "nothing":
+            return
+        frames = []
+        for group in groups:
+            self.pool.remember(group)
+            if self.cfg.share == "informative" and not group.informative:
+                continue
+            try:
+                message = encode_group(
+                    group,
+                    self.identity,
+                    self.cfg.name,
+                    seq=self._seq,
+                    sent_ms=int(time.time() * 1000),
+                    token_ids=self.cfg.token_ids,
+                    logprobs=self.cfg.logprobs,
+                )
+            except WireError:
+                self._counts["unsendable"] += 1
+                continue
+            self._seq += 1
+            frames.append(self._access.seal(message.frame))
+        self._published += len(frames)
+        self._sent_bytes += sum(map(len, frames))
+        self.exchange.publish(frames)
+
+    def collect(self, step: int) -> list[Group]:
+        """Peers' groups for this step: verified, scored here, chosen; none of them ever returned before.
+
+        Takes at most about ``collect_s`` (plus one scoring call) and never waits for a peer beyond ``wait_s``.
+        """
+        start = time.monotonic()
+        self._now += 1
+        wanted = self.share.wanted
+        chosen: list[Group] = []
+        self._counts.clear()
+        if wanted > 0:
+            deadline = start + self.cfg.collect_s
+            request = Request(_MARGIN * wanted, self.cfg.message_bytes + 64, self.cfg.wait_s)
+            frames = self.exchange.collect(request)
+            self._counts["received"] = len(frames)
+            self.pool.expire(self._now)
+            self._intake(frames, deadline, request.messages)
+            chosen = self._choose(wanted, self._seed * 1_000_003 + step, deadline)
+        for g in chosen:
+            self.pool.remove(g.id, "used")
+            self.ledger.authors[g.author].used += 1
+        self._used_at = self._now if chosen else self._used_at
+        self._note(chosen, wanted, time.monotonic() - start)
+        return chosen
+
+    def _intake(self, frames: Sequence[bytes], deadline: float, most: int) -> None:
+        """Check each message and put the good ones in the pool, one author after the other so that none crowds out."""
+        queues: dict[bytes, list[bytes]] = {}
+        for data in frames:
+            try:
+                frame = self._access.open(data, self.cfg.message_bytes)
+            except WireError as e:
+                self.ledger.blame(None, e.kind, self._now)
+                continue
+            queues.setdefault(frame[5:37], []).append(frame)
+        each = max(2, most // 2 + 1)
+        for turn in range(max(map(len, queues.values()), default=0)):
+            for queue in queues.values():
+                if turn >= len(queue):
+                    continue
+                if turn >= each or time.monotonic() > deadline:
+                    self.ledger.blame(None, "rate", self._now)
+                    continue
+                self._admit(queue[turn])
+
+    def _admit(self, frame: bytes) -> None:
+        author: str | None = None
+        limits = self._rebuild.limits
+        try:
+            header = parse(frame, self.cfg.name, limits)
+            if header.author == self.author:
+                raise WireError("own", "own message")
+            if not self._access.welcome(header.author):
+                raise WireError("not_allowed", short_name(header.author))
+            self.ledger.check_author(header.author, self._now)
+            body = open_header(header, limits)
+            author = header.author
+            message = Message(header.id, author, body, frame)
+            self.ledger.note_clock(author, time.time() * 1000 - body.sent_ms)
+            self.ledger.check_new(message, self._now)
+            group = self._rebuild.group(message)
+            if not self.pool.remember(group):
+                raise WireError("copy", "these answers were here before", signed=True)
+        except WireError as e:
+            self._refuse(header.author if e.signed else None, e)
+            return
+        self.pool.add(Entry(group, frame, self._now))
+        self._counts["accepted"] += 1
+
+    def _refuse(self, author: str | None, error: WireError) -> None:
+        if self.ledger.blame(author, error.kind, self._now) and author is not None:
+            self.events.append(f"peer {short_name(author)} in quarantine: {error}")
+
+    def _choose(self, wanted: int, seed: int, deadline: float) -> list[Group]:
+        """Score waiting groups until enough are fit, then select; what has no signal leaves the pool."""
+        quotas = self._quotas(wanted)
+        order = sorted(self.pool.entries)
+        random.Random(seed).shuffle(order)
+        goal = 3 * wanted if self.cfg.selection == "variance" else wanted
+        while True:
+            ready = [e.group for e in self.pool.entries.values() if e.scored and self._fresh(e.group)]
+            chosen = select(ready, goal, self.cfg.selection, seed, quotas)
+            todo = [i for i in order if i in self.pool.entries and not self.pool.entries[i].scored]
+            if len(chosen) >= goal or not todo or time.monotonic() > deadline:
+                break
+            for i in todo[: max(1, goal - len(chosen))]:
+                self._score(self.pool.entries[i])
+        chosen = select(ready, wanted, self.cfg.selection, seed, quotas)
+        return self._plausible(chosen)
+
+    def _score(self, entry: Entry) -> None:
+        group, breach = score_group(entry.group, self._score_fn)
+        self._counts["scored"] += 1
+        self._counts["informative"] += group.informative
+        self._counts["rewards"] += len(group.valid_rewards)
+        self._counts["reward_sum_1e6"] += round(1e6 * sum(group.valid_rewards))
+        if breach:
+            self.pool.remove(group.id, "breach")
+            self._refuse(group.author, WireError("breach", "an answer broke the scorer's bounds", signed=True))
+        elif self.cfg.selection != "uniform" and not group.informative:
+            self.pool.remove(group.id, "uninformative")
+        else:
+            self.pool.entries[group.id] = replace(entry, group=group, scored=True)
+
+    def _plausible(self, groups: list[Group]) -> list[Group]:
+        """Drop what this node could hardly have written (off unless ``likelihood_low`` is set)."""
+        if self._logprobs is None or self.cfg.likelihood_low == 0.0 or not groups:
+            return groups
+        kept = likelihood_band(groups, self._logprobs(groups), self.cfg.likelihood_low)
+        for g in groups:
+            if g not in kept:
+                self.pool.remove(g.id, "implausible")
+                self.ledger.blame(g.author, "implausible", self._now)
+        return kept
+
+    def _quotas(self, wanted: int) -> Quotas:
+        if self.cfg.per_peer:
+            return Quotas(self.cfg.per_peer, self.cfg.per_task)
+        heard = sum(
+            self._now - a.heard_at <= self.cfg.ttl and self._now >= a.barred_until for a in self.ledger.authors.values()
+        )
+        return Quotas(fair_quota(wanted, heard), self.cfg.per_task)
+
+    def _fresh(self, group: Group) -> bool:
+        record = self.ledger.authors.get(group.author)
+        if record is None or self._now < record.barred_until:
+            return False
+        newest = record.sessions[0].version if record.sessions else 0
+        return newest - group.policy_version <= self.cfg.max_age
+
+    def feedback(self, accuracy: float, kl: float) -> None:
+        """Own held-out accuracy and KL to the start model, after an evaluation (used by ``ratio = "adaptive"``)."""
+        self.share.feedback(accuracy, kl)
+
+    @property
+    def state(self) -> State:
+        """Sharing: a peer's group was used lately (or, asking for none, the link is up). Solo: nobody there."""
+        status = self.exchange.status()
+        lately = self._now - self._used_at <= self.cfg.ttl
+        if status.link == "down":
+            return State("degraded" if lately else "solo", status.cause)
+        if lately or (self.share.wanted == 0 and (status.nodes or 2) > 1):
+            return State("sharing")
+        heard = max((a.heard_at for a in self.ledger.authors.values()), default=-(10**9))
+        if self._now - heard > self.cfg.ttl:
+            if status.nodes == 1:
+                return State("solo", "no other node is in the swarm")
+            return State("degraded", f"connected, but no message from any peer for over {self.cfg.ttl} steps")
+        return State("degraded", f"messages arrive, but none was fit to train on: {self._why()}")
+
+    def _why(self) -> str:
+        reasons = Counter(self.ledger.refused) + Counter({k: v for k, v in self.pool.dropped.items() if k != "used"})
+        return ", ".join(f"{n} {k}" for k, n in reasons.most_common(3)) or "all wait to be scored"
+
+    def _note(self, chosen: Sequence[Group], wanted: int, seconds: float) -> None:
+        ages = [self._age(g) for g in chosen]
+        rewards = self._counts["rewards"]
+        self._last = {
+            "swarm/peer_groups": float(len(chosen)),
+            "swarm/wanted": float(wanted),
+            "swarm/peers_in_batch": float(len({g.author for g in chosen})),
+            "swarm/staleness": float(np.mean(ages)) if ages else 0.0,
+            "swarm/received": float(self._counts["received"]),
+            "swarm/accepted": float(self._counts["accepted"]),
+            "swarm/collect_s": seconds,
+        }
+        if rewards:
+            self._last["peer/reward"] = self._counts["reward_sum_1e6"] / 1e6 / rewards
+            self._last["peer/informative"] = self._counts["informative"] / self._counts["scored"]
+        skew = self.ledger.skew_s()
+        if abs(skew) > _CLOCK_S and self._now % 100 == 1:
+            self.events.append(f"this clock differs from most peers' by {skew:.0f} s (nothing depends on it)")
+
+    def _age(self, group: Group) -> int:
+        return max(0, self.ledger.authors[group.author].sessions[0].version - group.policy_version)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last collect; counters (``published``, ``bytes_*``, ``refused*``, ``dropped*``) since the start."""
+        mode = {"sharing": 2.0, "degraded": 1.0, "solo": 0.0}[self.state.mode]
+        status = self.exchange.status()
+        out = {"swarm/state": mode, **self._last, **self.exchange.metrics()}
+        if status.nodes is not None:
+            out["swarm/nodes"] = float(status.nodes)
+        out |= {
+            "swarm/pool": float(len(self.pool)),
+            "swarm/published": float(self._published),
+            "swarm/bytes_sent": float(self._sent_bytes),
+            "swarm/quarantined": float(len(self.ledger.quarantined(self._now))),
+            "swarm/clock_skew_s": self.ledger.skew_s(),
+            "swarm/refused": float(sum(self.ledger.refused.values())),
+        }
+        out |= {f"swarm/refused/{k}": float(n) for k, n in self.ledger.refused.items()}
+        out |= {f"swarm/dropped/{k}": float(n) for k, n in self.pool.dropped.items()}
+        out |= {f"swarm/{k}": float(n) for k, n in self._rebuild.counts.items()}
+        return out
+
+    def peers(self) -> list[dict[str, Any]]:
+        """Every author heard of: name, groups accepted and used, faults by kind, quarantine."""
+        return [
+            {
+                "node": node,
+                "name": short_name(node),
+                "accepted": a.accepted,
+                "used": a.used,
+                "faults": dict(a.faults),
+                "quarantined": self._now < a.barred_until,
+            }
+            for node, a in self.ledger.authors.items()
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON data for the checkpoint: with it, a restarted node takes no group twice."""
+        return {
+            "node": self.author,
+            "session": self.identity.session,
+            "now": self._now,
+            "used_at": self._used_at,
+            "seq": self._seq,
+            "published": self._published,
+            "sent_bytes": self._sent_bytes,
+            "ledger": self.ledger.state(),
+            "pool": self.pool.state(),
+            "share": self.share.state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`. A state of another identity is taken over too: what was used stays used."""
+        self._now, self._used_at = int(state["now"]), int(state["used_at"])
+        if state["node"] == self.author and state["session"] == self.identity.session:
+            self._seq = int(state["seq"])  # same start: go on counting
+        self._published, self._sent_bytes = int(state["published"]), int(state["sent_bytes"])
+        self.ledger.load(state["ledger"])
+        self.pool.load_contents(state["pool"])
+        self.share.load(state["share"])
+        for data, arrived, rewards in state["pool"]["entries"]:
+            self._restore(base64.b64decode(data), int(arrived), rewards)
+
+    def _restore(self, frame: bytes, arrived: int, rewards: list[float | None] | None) -> None:
+        """Put a saved entry back; one that this node would refuse today (its tasks have changed) is dropped."""
+        limits = self._rebuild.limits
+        try:
+            header = parse(frame, self.cfg.name, limits)
+            group = self._rebuild.group(Message(header.id, header.author, open_header(header, limits), frame))
+        except WireError:
+            self.pool.dropped["unrestored"] += 1
+            return
+        if rewards is not None:
+            rows = tuple(replace(t, reward=r) for t, r in zip(group.trajectories, rewards, strict=True))
+            group = replace(group, trajectories=rows)
+        self.pool.add(Entry(group, frame, arrived, scored=rewards is not None))
+
+    def close(self) -> None:
+        self.exchange.close()
+        self._on_close()

@@ -1,0 +1,116 @@
+"""Which groups enter an update: pure functions of (groups, seed, limits), the same for peers' groups and own ones.
+
+The result depends on the set of groups and the seed, never on the order in which they arrived.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.swarm.verify import content_digest
+from coterie.types import Group
+
+Strategy = Literal["uniform", "informative", "variance"]
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """Most groups of one author and of one task in a selection; 0: no limit."""
+
+    author: int = 0
+    task: int = 0
+
+
+def select(
+    groups: Sequence[Group], count: int, strategy: Strategy, seed: int, quotas: Quotas | None = None
+) -> list[Group]:
+    """At most ``count`` groups.
+
+    ``uniform``: any; ``informative``: those whose rewards differ, then uniform (arXiv 2509.08721, section 5);
+    ``variance``: largest variance of the rewards first, ties at random. Fewer than ``count`` come back if quotas or the
+    supply say so: never a group over its quota.
+    """
+    quotas = quotas or Quotas()
+    ordered = sorted(groups, key=lambda g: g.id)
+    random.Random(seed).shuffle(ordered)
+    if strategy != "uniform":
+        ordered = [g for g in ordered if g.informative]
+    if strategy == "variance":
+        ordered.sort(key=lambda g: -float(np.var(g.valid_rewards)))  # stable: ties stay shuffled
+    authors: Counter[str] = Counter()
+    tasks: Counter[str] = Counter()
+    chosen: list[Group] = []
+    for g in ordered:
+        over = (quotas.author and authors[g.author] >= quotas.author) or (
+            quotas.task and tasks[g.problem.task] >= quotas.task
+        )
+        if len(chosen) >= count or over:
+            continue
+        authors[g.author] += 1
+        tasks[g.problem.task] += 1
+        chosen.append(g)
+    return chosen
+
+
+def select_own(groups: Sequence[Group], strategy: Literal["all", "informative"]) -> list[Group]:
+    """The own-group filter, as its own switch, so that filtering and sharing can be told apart. Order is kept."""
+    return [g for g in groups if strategy == "all" or g.informative]
+
+
+def fair_quota(wanted: int, authors: int) -> int:
+    """Twice an equal share: no author fills a batch while others have something to offer; a lone one may."""
+    return max(1, -(-2 * wanted // max(1, authors)))
+
+
+def fresh(groups: Sequence[Group], newest: Mapping[str, int], max_age: int) -> list[Group]:
+    """Groups at most ``max_age`` versions behind the newest version known of their author."""
+    return [g for g in groups if newest.get(g.author, g.policy_version) - g.policy_version <= max_age]
+
+
+def distinct(groups: Sequence[Group]) -> list[Group]:
+    """The first of every set of groups with the same id, or with the same problem and the same answers."""
+    seen: set[str] = set()
+    out = []
+    for g in groups:
+        keys = {g.id, content_digest(g)}
+        if not keys & seen:
+            out.append(g)
+        seen |= keys
+    return out
+
+
+def likelihood_band(
+    groups: Sequence[Group],
+    logprobs: Sequence[Sequence[NDArray[np.float32]]],
+    low: float,
+    high: float = 0.0,
+    window: int = 16,
+) -> list[Group]:
+    """Groups that this node could plausibly have written itself.
+
+    ``logprobs[i][j]``: own log-probs of the policy tokens of trajectory j of group i, shape [t]. Kept if, for every
+    trajectory, the *worst* stretch of ``window`` tokens has a mean of at least ``low`` and the whole a mean of at most
+    ``high``. Text injected around a right answer shows as an unlikely stretch (arXiv 2511.09780, section on defences);
+    the mean over all tokens would hide it.
+    """
+    return [
+        g
+        for g, rows in zip(groups, logprobs, strict=True)
+        if all(worst_stretch(r, window) >= low and (len(r) == 0 or float(r.mean()) <= high) for r in rows)
+    ]
+
+
+def worst_stretch(logprobs: NDArray[np.float32], window: int) -> float:
+    """Smallest mean over ``window`` consecutive tokens of ``logprobs`` [t] (over all of them if t <= window)."""
+    if len(logprobs) == 0:
+        return 0.0
+    width = min(window, len(logprobs))
+    total = np.concatenate([[0.0], np.cumsum(logprobs, dtype=np.float64)])
+    return float(((total[width:] - total[:-width]) / width).min())
