@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class CharEncoder:
 class TinyPolicy:
     model: Any
     encoder: Any
-    device: torch.device
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
 
 
 def tiny_model(kind: str, seed: int = 0) -> Any:
@@ -86,7 +87,7 @@ def tiny_model(kind: str, seed: int = 0) -> Any:
 
 
 def tiny_policy(kind: str, seed: int = 0) -> TinyPolicy:
-    return TinyPolicy(tiny_model(kind, seed), CharEncoder(), torch.device("cpu"))
+    return TinyPolicy(tiny_model(kind, seed), CharEncoder())
 
 
 PROMPTS = [[5, 9, 30], [7], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [5, 9, 31]]

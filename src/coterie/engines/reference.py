@@ -23,9 +23,11 @@ class ReferenceDecoder:
 
     shares_prompt = False  # every row holds its own copy of the prompt's keys and values
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
+        """``dtype``: of products (autocast), as in the policy's own forward pass."""
         self.model = model
         self.device = device
+        self.dtype = dtype
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # below peft's wrapper
         accepted = inspect.signature(base.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # renamed in transformers 5
@@ -66,7 +68,7 @@ class ReferenceDecoder:
         self.mask, self.position = self.mask[rows], self.position[rows]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        with evaluating(self.model):
+        with evaluating(self.model), torch.autocast(self.device.type, self.dtype, self.dtype != torch.float32):
             out = self.model(
                 input_ids=ids,  # [R, t]
                 attention_mask=mask,  # [R, T]

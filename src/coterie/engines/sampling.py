@@ -45,13 +45,14 @@ class Sampler:
             scores = scores * self.inverse_temperature  # [R, V]
         if self.top_k or self.top_p < 1.0:
             scores = cut(scores, self.top_k, self.top_p)  # [R, V]
-        peak, best = scores.max(dim=-1, keepdim=True)  # [R, 1]
+        peak = scores.amax(dim=-1, keepdim=True)  # [R, 1]
         weight = torch.sub(scores, peak).exp_()  # [R, V] unnormalised probabilities, the largest is 1
         if self.greedy:
-            token = best  # [R, 1]
+            token = scores.argmax(dim=-1, keepdim=True)  # [R, 1]
             total = weight.sum(-1, keepdim=True)  # [R, 1]
         else:
             token, total = invert_cdf(weight, uniform.unsqueeze(-1))  # [R, 1], [R, 1]
+            token.clamp_(max=scores.shape[-1] - 1)  # only a NaN is found nowhere, and its log-prob says so
         logprob = scores.gather(-1, token).sub_(peak).sub_(total.log())  # [R, 1]
         return token.squeeze(-1), logprob.squeeze(-1).float()
 

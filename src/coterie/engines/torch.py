@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from coterie.engines.base import check_request
+from coterie.engines.llama import LlamaDecoder
 from coterie.engines.reference import ReferenceDecoder
 from coterie.engines.sampling import Sampler, uniforms
 from coterie.engines.scripted import Encoder
 from coterie.engines.stopping import Stopping
-from coterie.errors import UserError
+from coterie.engines.weights import Weights, lay_out, version, why_not
+from coterie.errors import CoterieError, UserError
 from coterie.types import Sample, Sampling
 
 
@@ -24,7 +27,10 @@ class Samplable(Protocol):
 
     model: Any
     encoder: Encoder
-    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class Decoder(Protocol):
@@ -55,9 +61,12 @@ class TorchEngine:
     that still runs). Prompts of similar length share a wave; a finished row leaves it at once.
     """
 
-    def __init__(self, policy: Samplable, token_budget: int = 16384) -> None:
+    def __init__(self, policy: Samplable, token_budget: int = 16384, *, reference: bool = False) -> None:
+        """``reference=True``: decode by the model's own forward pass even where the fast decoder could."""
         self.policy = policy
         self.token_budget = token_budget
+        self.reference = reference
+        self._laid_out: tuple[tuple[Any, ...], Weights] | None = None
 
     def generate(
         self,
@@ -84,7 +93,18 @@ class TorchEngine:
             yield from self._decode(decoder, wave, Sampler(sampling), stopping)
 
     def _decoder(self) -> Decoder:
-        return ReferenceDecoder(self.policy.model, self.policy.device)
+        model = self.policy.model
+        if self.reference or why_not(model) is not None:
+            return ReferenceDecoder(model, self.policy.device, self.policy.dtype)
+        current = version(model)
+        if self._laid_out is None or self._laid_out[0] != current:
+            self._laid_out = None  # not two copies at once
+            self._laid_out = (current, lay_out(model, self.policy.dtype))
+        return LlamaDecoder(self._laid_out[1])
+
+    def release(self) -> None:
+        """Drop the copy of the weights kept for decoding; the next :meth:`generate` makes it again."""
+        self._laid_out = None
 
     def _decode(
         self, decoder: Decoder, rows: list[_Row], sampler: Sampler, stopping: Stopping
@@ -125,6 +145,8 @@ def _advance(
     tokens, logprobs = sampler.draw(logits, uniform)  # [R], [R]
     ended: dict[int, tuple[int, int, Sample]] = {}
     for k, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+        if not math.isfinite(logprob):
+            raise CoterieError(f"generate: the policy's logits are not finite after {len(row.ids)} tokens")
         row.ids.append(token)
         row.logprobs.append(logprob)
         why = stopping.check(row.ids)

@@ -1,0 +1,234 @@
+"""The fast decoder for the Llama family: prompts computed and stored once, few and fused operations a step.
+
+Attention of a row is computed in two parts, over its prompt (stored once for all samples of it) and over its own tokens,
+and joined by their log-sum-exps: with s1, o1 the log-sum-exp and output of the prompt part and s2[t], v[t] the scores and
+values of the row's own tokens, the output is softmax([s1, s2]) applied to [o1, v]. This is exact, and it is the sharing
+of Hydragen (Juravsky et al., arXiv 2402.05099).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coterie.engines.weights import Layer, Weights
+
+_BUCKET = 8  # rows are computed in multiples of this: a new row count costs kernel set-up
+_PREFILL_TOKENS = 4096  # padded tokens computed at once
+_PADDING = 1.1  # prompts are prefilled together while padding costs less than this
+
+
+class LlamaDecoder:
+    """One wave of rows. Own keys and values lie in a buffer of ``max_new_tokens`` per row, allocated once."""
+
+    shares_prompt = True
+
+    def __init__(self, weights: Weights) -> None:
+        self.w = weights
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int) -> Tensor:
+        """Run the prompts; row ``r`` continues ``prompts[owner[r]]``. Returns next-token logits [R, V]."""
+        w, device = self.w, self.w.device
+        longest = max(map(len, prompts))
+        self.angles = w.angles(longest + max_new_tokens)  # [T, D/2]
+        shape = (2, len(prompts), w.kv_heads, longest, w.head_dim)
+        # [2, P, Hkv, Tp, D] a layer; zeros, since what is masked is still multiplied (by 0)
+        self.prompt_kv = [torch.zeros(shape, dtype=w.dtype, device=device) for _ in w.layers]
+        last = torch.empty(len(prompts), w.embedding.shape[1], dtype=w.embedding.dtype, device=device)  # [P, d]
+        for at in _chunks([len(p) for p in prompts]):
+            last[at] = self._prompt_pass([prompts[i] for i in at], at)
+        self.prompt_length = torch.tensor([len(p) for p in prompts], device=device)  # [P]
+        self.owner = list(owner)
+        self.rows = len(self.owner)
+        self.length = 0  # own tokens of each row so far
+        size = (2, _bucket(self.rows), w.kv_heads, max_new_tokens, w.head_dim)
+        self.own_kv = [torch.empty(size, dtype=w.dtype, device=device) for _ in w.layers]  # [2, R, Hkv, T, D]
+        self._assign_slots()
+        logits = w.head(F.rms_norm(last, last.shape[-1:], w.norm, w.eps))  # [P, V]
+        return logits[self.prompt_of_row[: self.rows]]  # [R, V]
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append ``tokens [R]`` to the rows; returns the logits [R, V] of what follows."""
+        w = self.w
+        self.token[: self.rows] = tokens
+        angles = self.angles[self.position].unsqueeze(1)  # [R, 1, D/2]
+        x = F.embedding(self.token, w.embedding)  # [R, d]
+        for i, layer in enumerate(w.layers):
+            x = layer.out.plus(self._attention(i, layer, self._norm(x, layer.attention_norm), angles), x)  # [R, d]
+            x = _mlp(layer, self._norm(x, layer.mlp_norm), x)  # [R, d]
+        self.length += 1
+        self.position += 1
+        logits = w.head(self._norm(x, w.norm))  # [R, V]
+        return logits[: self.rows]
+
+    @torch.inference_mode()
+    def keep(self, order: Sequence[int]) -> None:
+        """Row ``i`` becomes what row ``order[i]`` was; the others leave. Only rows that change place are copied."""
+        to = [i for i, k in enumerate(order) if i != k]
+        source = [order[i] for i in to]
+        shrink = _bucket(len(order)) * 2 <= self.own_kv[0].shape[1]
+        for i, kv in enumerate(self.own_kv):
+            if to:
+                kv[:, to, :, : self.length] = kv[:, source, :, : self.length]
+            if shrink:
+                self.own_kv[i] = kv[:, : _bucket(len(order))].clone()
+        self.owner = [self.owner[k] for k in order]
+        self.rows = len(order)
+        live = sorted(set(self.owner))
+        if len(live) < len(self.prompt_length):
+            self.prompt_length = self.prompt_length[live]
+            for i, kv in enumerate(self.prompt_kv):
+                self.prompt_kv[i] = kv[:, live, :, : int(self.prompt_length.max())].contiguous()
+            renumber = {p: i for i, p in enumerate(live)}
+            self.owner = [renumber[p] for p in self.owner]
+        self._assign_slots()
+
+    def _assign_slots(self) -> None:
+        """Give each row a place beside the other rows of its prompt, for attention over the prompt.
+
+        Slots are [P, n], n the most rows any prompt has; spare ones hold row 0 and are never read back.
+        """
+        device, count = self.w.device, len(self.prompt_length)
+        held = [0] * count
+        place = []
+        for p in self.owner:
+            place.append(held[p])
+            held[p] += 1
+        self.slots = max(held)
+        slot = [p * self.slots + j for p, j in zip(self.owner, place, strict=True)]
+        rows = _bucket(self.rows)
+        row_of_slot = [0] * (count * self.slots)
+        for r, s in enumerate(slot):
+            row_of_slot[s] = r
+        spare = [0] * (rows - self.rows)
+        self.in_order = slot == list(range(rows))
+        self.slot_of_row = torch.tensor(slot + spare, device=device)  # [R]
+        self.row_of_slot = torch.tensor(row_of_slot, device=device)  # [P * n]
+        self.prompt_of_row = torch.tensor(self.owner + spare, device=device)  # [R]
+        self.position = self.prompt_length[self.prompt_of_row] + self.length  # [R]
+        self.token = torch.zeros(rows, dtype=torch.long, device=device)  # [R]
+        longest = int(self.prompt_length.max())
+        self.mask = None
+        if int(self.prompt_length.min()) < longest:
+            beyond = torch.arange(longest, device=device) >= self.prompt_length[:, None]  # [P, Tp]
+            zeros = torch.zeros(beyond.shape, dtype=self.w.dtype, device=device)  # [P, Tp]
+            self.mask = zeros.masked_fill(beyond, -torch.inf)[:, None, None]  # [P, 1, 1, Tp]
+
+    def _attention(self, i: int, layer: Layer, x: Tensor, angles: Tensor) -> Tensor:
+        """``x [R, d]`` -> [R, H D]. Writes the new key and value."""
+        w, t = self.w, self.length
+        rows, group = x.shape[0], w.heads // w.kv_heads
+        q, k, v = _split(w, layer, layer.qkv(x))  # [R, H, D], [R, Hkv, D], [R, Hkv, D]
+        own = self.own_kv[i]
+        q = _turn(q, angles)  # [R, H, D]
+        own[0, :rows, :, t] = _turn(k, angles)
+        own[1, :rows, :, t] = v
+        keys, values = own[:, :rows, :, : t + 1].flatten(1, 2)  # [R Hkv, t+1, D] twice
+        prompt_out, prompt_lse = self._prompt_attention(i, q)  # [R Hkv, g, D], [R Hkv, g, 1]
+        own_scores = torch.bmm(q.view(-1, group, w.head_dim), keys.transpose(1, 2))  # [R Hkv, g, t+1]
+        p = torch.cat([prompt_lse.to(own_scores.dtype), own_scores], dim=-1).softmax(-1)  # [R Hkv, g, 1 + t+1]
+        out = torch.bmm(p[..., 1:], values)  # [R Hkv, g, D]
+        return out.addcmul_(p[..., :1], prompt_out).view(rows, -1)  # [R, H D]
+
+    def _prompt_attention(self, i: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of ``q [R, H, D]`` over the prompts: output [R Hkv, g, D] and log-sum-exp [R Hkv, g, 1]."""
+        w, n = self.w, self.slots
+        group = w.heads // w.kv_heads
+        if not self.in_order:
+            q = q[self.row_of_slot]  # [P n, H, D]
+        q = q.view(-1, n, w.kv_heads, group, w.head_dim).transpose(1, 2)  # [P, Hkv, n, g, D]
+        q = q.reshape(q.shape[0], w.kv_heads, n * group, w.head_dim)  # [P, Hkv, n g, D]
+        out, lse = attend(q, self.prompt_kv[i][0], self.prompt_kv[i][1], self.mask)
+        out = out.view(*out.shape[:2], n, group, -1).transpose(1, 2)  # [P, n, Hkv, g, D]
+        lse = lse.view(*lse.shape[:2], n, group).transpose(1, 2)  # [P, n, Hkv, g]
+        out = out.reshape(-1, w.kv_heads, group, w.head_dim)  # [P n, Hkv, g, D]
+        lse = lse.reshape(-1, w.kv_heads, group, 1)  # [P n, Hkv, g, 1]
+        if not self.in_order:
+            out, lse = out[self.slot_of_row], lse[self.slot_of_row]  # [R, Hkv, g, D], [R, Hkv, g, 1]
+        return out.flatten(0, 1), lse.flatten(0, 1)
+
+    def _prompt_pass(self, prompts: Sequence[Sequence[int]], at: Sequence[int]) -> Tensor:
+        """Compute prompts (padded on the right), store their keys and values at ``at``; last hidden states [P, d]."""
+        w, device = self.w, self.w.device
+        count, longest = len(prompts), max(map(len, prompts))
+        ids = torch.zeros(count, longest, dtype=torch.long, device=device)  # [P, T]
+        for r, prompt in enumerate(prompts):
+            ids[r, : len(prompt)] = torch.tensor(prompt, device=device)
+        x = F.embedding(ids.flatten(), w.embedding)  # [P T, d]
+        angles = self.angles[:longest, None].repeat(count, 1, 1)  # [P T, 1, D/2]
+        for layer, stored in zip(w.layers, self.prompt_kv, strict=True):
+            q, k, v = _split(w, layer, layer.qkv(self._norm(x, layer.attention_norm)))  # [P T, H, D], ..
+            k = _turn(k, angles)  # [P T, Hkv, D]
+            q, k, v = (y.view(count, longest, -1, w.head_dim).transpose(1, 2) for y in (_turn(q, angles), k, v))
+            stored[0, at, :, :longest] = k
+            stored[1, at, :, :longest] = v
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)  # [P, H, T, D]
+            x = layer.out.plus(out.transpose(1, 2).reshape(count * longest, -1), x)  # [P T, d]
+            x = _mlp(layer, self._norm(x, layer.mlp_norm), x)  # [P T, d]
+        ends = torch.tensor([r * longest + len(p) - 1 for r, p in enumerate(prompts)], device=device)  # [P]
+        return x[ends]
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, self.w.eps)  # [N, d]
+
+
+def _mlp(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
+    """residual + down(silu(gate(x)) * up(x)), [N, d]"""
+    return layer.down.plus(layer.up.times(x, layer.gate.silu(x)), residual)
+
+
+def _split(w: Weights, layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, (H + 2 Hkv) D] -> q [N, H, D], k [N, Hkv, D], v [N, Hkv, D], with Qwen3's norms applied."""
+    q, k, v = qkv.view(qkv.shape[0], -1, w.head_dim).split_with_sizes((w.heads, w.kv_heads, w.kv_heads), 1)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        q = F.rms_norm(q.float(), (w.head_dim,), layer.query_norm, w.eps).to(w.dtype)
+        k = F.rms_norm(k.float(), (w.head_dim,), layer.key_norm, w.eps).to(w.dtype)
+    return q, k, v
+
+
+def _turn(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary embedding of ``x [N, heads, D]``, pairs side by side, by ``angles [N, 1, D/2]``."""
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))  # [N, heads, D/2]
+    return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)  # [N, heads, D]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T + mask) v with its log-sum-exp; scale 1.
+
+    Args:
+        q: [P, Hkv, n, D]; k, v: [P, Hkv, T, D]; mask: [P, 1, 1, T] additive, or None.
+
+    Returns:
+        output [P, Hkv, n, D], log-sum-exp [P, Hkv, n].
+    """
+    if q.device.type == "cpu":
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return fused(q, k, v, 0.0, False, attn_mask=mask, scale=1.0)  # type: ignore[no-any-return]
+    scores = torch.matmul(q, k.transpose(-1, -2)).float()  # [P, Hkv, n, T]
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)  # [P, Hkv, n]
+    return torch.matmul((scores - lse.unsqueeze(-1)).exp().to(v.dtype), v), lse
+
+
+def _bucket(rows: int) -> int:
+    return -(-rows // _BUCKET) * _BUCKET
+
+
+def _chunks(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Prompts to prefill together: similar lengths, bounded in tokens."""
+    chunk: list[int] = []
+    used = 0
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        padded = (len(chunk) + 1) * lengths[i]
+        if chunk and (padded > _PREFILL_TOKENS or padded > _PADDING * (used + lengths[i])):
+            yield chunk
+            chunk, used = [], 0
+        chunk.append(i)
+        used += lengths[i]
+    yield chunk
