@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.batching import Batch
 from coterie.config import LossConfig
-from coterie.external import Provenance, Tokens, bounded_exp, recorded
+from coterie.external import MAX_LOG, Provenance, Tokens, bounded_exp, recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ def _per_token(tokens: Tokens, push: Tensor, weight: Tensor, batch: Batch, cfg: 
     ratio = bounded_exp(lp - old)  # [B, T]
     known = recorded(batch.behavior_logprobs)  # [B, T]
     gap = torch.where(known, old - batch.behavior_logprobs.to(lp.dtype), torch.zeros_like(lp))  # [B, T] log rho0
-    rho0 = bounded_exp(gap)  # [B, T]
+    gap = gap.clamp(-MAX_LOG, MAX_LOG)  # [B, T] one absurd value from a peer must not drown the mean
+    rho0 = gap.exp()  # [B, T]
     used = bounded_exp(old - tokens.mu)  # [B, T] rho0 as the loss sees it (unknown mu: 1)
     # In units of what an own token with this advantage gets at ratio 1: the coefficient c, clipping included.
     coefficient = torch.where(weight > 0, push.abs() / weight, torch.zeros_like(push))  # [B, T]
