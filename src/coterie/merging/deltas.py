@@ -1,0 +1,163 @@
+"""Deltas, streamed: row blocks of the base and of every expert's difference from it, in fp32 whatever was stored.
+
+A thread reads the next block while this one is worked on. Memory is a few blocks, set by a budget in MiB, whatever the
+size of the model and the number of experts.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coterie.merging.adapters import Pair
+from coterie.merging.checkpoints import Reader
+from coterie.merging.inputs import Entry, Full, Inputs, Source
+from coterie.merging.recipe import ComputeDtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_AHEAD = 2  # blocks read ahead
+_MOST = 1 << 20  # values of a block: beyond this nothing gets faster
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows ``first:last`` of one tensor."""
+
+    entry: Entry
+    first: int
+    last: int
+    base: Tensor  # [r, cols] compute dtype (buffers: as stored)
+    deltas: list[Tensor]  # one [r, cols] per expert, compute dtype (buffers: the expert's values)
+
+
+def block_values(budget_mib: int, experts: int) -> int:
+    """Values per block so that all blocks in flight fit the budget: stored ones read ahead, and working copies in fp32."""
+    stored, working = (_AHEAD + 2) * (experts + 1) * 4, (experts + 6) * 4
+    return min(_MOST, max(4096, (budget_mib << 20) // (stored + working)))
+
+
+def row_blocks(rows: int, cols: int, values: int) -> list[tuple[int, int]]:
+    step = max(1, values // max(1, cols))
+    return [(r, min(r + step, rows)) for r in range(0, rows, step)]
+
+
+def stream(
+    inputs: Inputs,
+    entries: Sequence[Entry],
+    budget_mib: int,
+    compute_dtype: ComputeDtype = "float32",
+    only: Sequence[int] | None = None,
+) -> Iterator[Block]:
+    """All row blocks of ``entries`` in order. ``only``: indices of the experts to read (default all)."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, compute_dtype)
+    who = range(len(inputs.experts)) if only is None else only
+    values = block_values(budget_mib, len(who))
+    for entry, first, last, stored, raw in _read_ahead(entries, who, values):
+        base = stored.to(dtype) if entry.merged else stored  # [r, cols]
+        yield Block(entry, first, last, base, [_delta(x, base) for x in raw])
+
+
+class _Factors(NamedTuple):
+    left: Tensor  # [r, rank]
+    right: Tensor  # [rank, cols]
+
+
+class _Matched(NamedTuple):
+    """Vocabulary rows matched by token text; rows the expert lacks keep the base's values."""
+
+    rows: Tensor  # [k, cols] as stored
+    known: Tensor  # [r] bool, k of them true
+
+
+def _delta(raw: Tensor | _Factors | _Matched | None, base: Tensor) -> Tensor:
+    """One expert's difference from the base, formed in the compute dtype."""
+    import torch
+
+    if raw is None:
+        return torch.zeros_like(base)
+    if isinstance(raw, _Matched):
+        out = torch.zeros_like(base)
+        out[raw.known] = raw.rows.to(base.dtype) - base[raw.known]
+        return out
+    if isinstance(raw, _Factors):
+        return raw.left.to(base.dtype) @ raw.right.to(base.dtype)  # [r, cols]
+    if not base.is_floating_point():
+        return raw  # a buffer: the caller compares it with the base
+    return raw.to(base.dtype).sub_(base)
+
+
+def _read_ahead(
+    entries: Sequence[Entry], who: Sequence[int], values: int
+) -> Iterator[tuple[Entry, int, int, Tensor, list[Any]]]:
+    """Blocks as stored, read by a thread that stays ``_AHEAD`` blocks in front."""
+    ready: queue.Queue[object] = queue.Queue(_AHEAD)
+    stop = threading.Event()
+
+    def put(item: object) -> bool:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def read() -> None:
+        try:
+            with Reader() as reader:
+                for item in _blocks(reader, entries, who, values):
+                    if not put(item):
+                        return
+            put(None)
+        except BaseException as e:  # handed to the consumer, who raises it
+            put(e)
+
+    thread = threading.Thread(target=read, name="coterie-merge-reader", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item  # type: ignore[misc]
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _blocks(
+    reader: Reader, entries: Sequence[Entry], who: Sequence[int], values: int
+) -> Iterator[tuple[Entry, int, int, Tensor, list[Any]]]:
+    for entry in entries:
+        factors = {i: s.factors(reader) for i in who if isinstance(s := entry.sources[i], Pair)}
+        for first, last in row_blocks(entry.base.rows, entry.base.cols, values):
+            stored = reader.rows(entry.base, first, last)
+            raw: list[Any] = []
+            for i in who:
+                if i in factors:
+                    raw.append(_Factors(factors[i][0][first:last], factors[i][1]))
+                else:
+                    raw.append(_raw(reader, entry.sources[i], first, last))
+            yield entry, first, last, stored, raw
+
+
+def _raw(reader: Reader, source: Source, first: int, last: int) -> Any:
+    import torch
+
+    if source is None:
+        return None
+    assert isinstance(source, Full)
+    if source.rows is None:
+        return reader.rows(source.info, first, last)
+    wanted = source.rows.rows[first:last]
+    known = torch.tensor([r >= 0 for r in wanted])  # [r]
+    if not known.any():
+        return None
+    return _Matched(reader.gather(source.info, [r for r in wanted if r >= 0]), known)
