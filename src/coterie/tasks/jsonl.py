@@ -70,7 +70,7 @@ class JsonlTask:
         if not lines:
             raise UserError(
                 f"task {self.name}: none of the {len(self._lines)} problems of {self.path} falls into the {split} split "
-                f"(an eighth is held out, by prompt text); add more lines"
+                f"(a tenth is held out, by prompt text); add more lines"
             )
         return self.problem(lines[hashed(self.prefix, split, stream, counter) % len(lines)])
 
