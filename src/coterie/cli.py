@@ -177,9 +177,9 @@ def tasks_list(as_json: Json = False) -> None:
 
     Example: coterie tasks list
     """
-    from coterie.tasks.reasoning_gym import task_names
+    from coterie.tasks.taskset import list_names
 
-    names = task_names()
+    names = list_names()
     emit(names) if as_json else typer.echo("\n".join(names))
 
 
@@ -189,7 +189,7 @@ def tasks_show(name: str, as_json: Json = False) -> None:
 
     Example: coterie tasks show chain_sum
     """
-    from coterie.tasks.reasoning_gym import describe
+    from coterie.tasks.taskset import describe
 
     found = describe(name)
     if as_json:

@@ -20,12 +20,11 @@ from coterie.policy import Policy
 from coterie.rng import derive
 from coterie.rundir import RunDir
 from coterie.sft import SupervisedTrainer
-from coterie.tasks.base import build_tasks
 from coterie.tasks.scoring import Scorer
+from coterie.tasks.taskset import build_tasks
 from coterie.tracking import Tracker, transcript
 from coterie.trainer import Trainer
 from coterie.types import Group
-
 
 TRAINERS = {"rl": Trainer, "sft": SupervisedTrainer}
 

@@ -28,8 +28,8 @@ from coterie.losses import policy_loss, zero_advantages_are_silent
 from coterie.policy import Policy, StepResult
 from coterie.rng import derive
 from coterie.rollout import Rollout, rollout, rollout_metrics, training_sampling
-from coterie.tasks.base import TaskSet
 from coterie.tasks.scoring import Scorer
+from coterie.tasks.taskset import TaskSet
 from coterie.types import Group
 
 
