@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -109,7 +108,7 @@ def _held_out(trainer: Trainer, groups: list[Group]) -> dict[str, float]:
 
 def save(trainer: Trainer, run: RunDir) -> None:
     """Everything the next step depends on. Randomness needs no state: it is derived from seed, step and purpose."""
-    state: dict[str, Any] = {"saved_at": time.time()}
+    state: dict[str, Any] = {"node": trainer.node.state_dict()}
     save_checkpoint(
         run.checkpoints,
         Checkpoint(trainer.step, trainer.policy.weights(), trainer.policy.optimizer_state(), state),
@@ -125,6 +124,7 @@ def resume(trainer: Trainer, run: RunDir, console: RunConsole) -> None:
         return
     trainer.policy.load_weights(found.weights)
     trainer.policy.load_optimizer_state(found.optimizer)
+    trainer.node.load_state_dict(found.state["node"])
     trainer.step = found.step
     run.rewind(found.step + 1)
     console.note(f"resumed {run.path} at step {found.step} of {trainer.cfg.steps}")

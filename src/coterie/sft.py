@@ -43,7 +43,7 @@ class SupervisedTrainer(Trainer):
         groups = [
             self._example(p, answers(p, derive(cfg.seed, "sft", self.step, i)), i) for i, p in enumerate(problems)
         ]
-        batch = collate(groups, None, me=self.author)
+        batch = collate(groups, None, me=self.node.author)
         total = 0.0
         for part in micro_batches(batch, cfg.optim.token_budget):
             logprobs = self.policy.logprobs(part).logprobs  # [B, T]
@@ -60,7 +60,7 @@ class SupervisedTrainer(Trainer):
         return Group(
             f"sft-{self.step}-{i}",
             problem,
-            self.author,
+            self.node.author,
             self.step,
             self.policy.encoder.tokenizer_hash,
             (as_trajectory(self.policy.encoder, problem.prompt, text),),

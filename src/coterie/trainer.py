@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from coterie.losses import policy_loss, zero_advantages_are_silent
 from coterie.policy import Policy, StepResult
 from coterie.rng import derive
 from coterie.rollout import Rollout, rollout, rollout_metrics, training_sampling
+from coterie.swarm.node import Node, SoloNode
 from coterie.tasks.scoring import Scorer
 from coterie.tasks.taskset import TaskSet
 from coterie.types import Group
@@ -42,7 +43,7 @@ class Trainer:
     engine: Engine
     tasks: TaskSet
     scorer: Scorer
-    author: str = "self"
+    node: Node = field(default_factory=SoloNode)
     step: int = 0
 
     def train_step(self) -> tuple[dict[str, float], list[Group]]:
@@ -50,13 +51,18 @@ class Trainer:
         start = time.perf_counter()
         result = self._own_groups()
         rolled = time.perf_counter()
-        batch = self._batch(result.groups)
-        metrics = rollout_metrics(result, self.cfg.rollout.group_size)
-        metrics |= self._update(batch)
+        self.node.publish(result.groups)
+        peers = self.node.collect(self.step)
+        shared = time.perf_counter()
+        own = self._select_own(result.groups)
+        metrics = rollout_metrics(result, self.cfg.rollout.group_size) | self.node.metrics()
+        metrics |= {"update/own_groups": float(len(own)), "update/peer_groups": float(len(peers))}
+        metrics |= self._update(self._batch(own + peers))
         end = time.perf_counter()
         metrics |= {
             "time/rollout_s": rolled - start,
-            "time/update_s": end - rolled,
+            "time/share_s": shared - rolled,
+            "time/update_s": end - shared,
             "time/step_s": end - start,
             "time/tokens_per_s": metrics["tokens/generated"] / (rolled - start),
         }
@@ -72,7 +78,7 @@ class Trainer:
             need = cfg.problems - len(kept)
             stream = str(self.cfg.seed) if attempt == 0 else f"{self.cfg.seed}/again{attempt}"
             problems = self.tasks.draw(stream, self.step, need)
-            seed = derive(self.cfg.seed, "rollout", self.author, self.step, attempt)
+            seed = derive(self.cfg.seed, "rollout", self.step, attempt)
             rounds.append(
                 rollout(
                     self.engine,
@@ -80,7 +86,7 @@ class Trainer:
                     problems,
                     cfg,
                     self.scorer,
-                    author=self.author,
+                    author=self.node.author,
                     version=self.step,
                     seed=seed,
                 )
@@ -90,13 +96,19 @@ class Trainer:
                 break
         return rounds[0] if len(rounds) == 1 else _joined(rounds)
 
+    def _select_own(self, groups: list[Group]) -> list[Group]:
+        """The peers' filter, applied to own groups where asked, so that filter and sharing can be told apart."""
+        if self.cfg.swarm.own_selection == "all":
+            return groups
+        return [g for g in groups if g.informative]
+
     def _batch(self, groups: Sequence[Group]) -> Batch:
         """The step's batch. Rows without signal are left out where every term of the loss is a multiple of the advantage."""
         cfg = self.cfg
         return collate(
             groups,
             group_advantages(groups, cfg.advantage.kind, cfg.advantage.baseline),
-            me=self.author,
+            me=self.node.author,
             max_new_tokens=cfg.rollout.max_new_tokens,
             mask_truncated=cfg.loss.mask_truncated,
             drop_zero_advantages=zero_advantages_are_silent(cfg.loss),
@@ -145,7 +157,7 @@ class Trainer:
     def kl_to_start(self, groups: Sequence[Group]) -> float:
         """k3 estimate (Schulman 2020) of KL(policy || start model), mean over the groups' sampled tokens, in nats."""
         advantages = [[1.0] * len(g.trajectories) for g in groups]
-        batch = collate(groups, advantages, me=self.author)
+        batch = collate(groups, advantages, me=self.node.author)
         total, count = 0.0, 0
         for part in micro_batches(batch, self.cfg.optim.token_budget):
             mask = part.loss_mask  # [B, T]
