@@ -223,6 +223,53 @@ def informative_share(m: ModuleType) -> None:
     close(m.expected_informative_share(0.18, 2), 0.2952)
 
 
+# --- stats.py ----------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(m: ModuleType) -> None:
+    """n = 4, c = 1, k = 2: 1 - C(3,2)/C(4,2) = 1/2; c = 3: 1 - 0; the mean 3/4. A problem without scores is left out."""
+    close(m.pass_at_k([4, 4, 0], [1, 3, 0], 2), 0.75)
+    close(m.pass_at_k([4, 2], [1, 2], 1), 0.625)
+    assert math.isnan(m.pass_at_k([0], [0], 1))
+
+
+def wilson(m: ModuleType) -> None:
+    """3 of 10 at 95%: the textbook interval (0.1078, 0.6032); 0 of 10: (0, 3.8415 / 13.8415)."""
+    close(m.wilson_interval(3, 10), [0.107789, 0.603222], 1e-5)
+    close(m.wilson_interval(0, 10), [0.0, 3.841459 / 13.841459], 1e-6)
+
+
+def clustered(m: ModuleType) -> None:
+    """Rates 0, 0, 1, 1: p (1 - p) = 1/4, s^2 = 1/3, effective trials 4 (1/4) / (1/3) = 3. Equal rates: 4 trials."""
+    close(m.cluster_interval([0, 0, 1, 1]), m.wilson_interval(1.5, 3))
+    close(m.cluster_interval([0.5] * 4), m.wilson_interval(2, 4))
+    close(m.cluster_interval([1.0] * 4), m.wilson_interval(4, 4))
+
+
+def student(m: ModuleType) -> None:
+    """(1, 2, 3): mean 2, s = 1, t(0.975, 2) = 4.302653: half width 4.302653 / sqrt(3)."""
+    close(m.mean_interval([1, 2, 3]), [2 - 2.484138, 2 + 2.484138], 1e-5)
+
+
+def paired(m: ModuleType) -> None:
+    """Differences (1, 2, 3): t = 2 sqrt(3) = 3.4641, p = 0.07418; sign flips: |6| in 2 of 8; g = (1 - 3/7) 2."""
+    got = m.compare_paired([2, 4, 6], [1, 2, 3])
+    close(
+        [got.difference, got.p_t, got.p_sign_flip, got.effect, got.low],
+        [2, 0.074180, 0.25, 2 * 4 / 7, 2 - 2.484138],
+        1e-5,
+    )
+    assert m.compare_paired([1, 1], [1, 1]).p_t == 1.0
+    close(m.sign_flip_p([1, -2, 4]), 0.75)  # |sum| over all signs: 7, 5, 3, 1; observed 3
+
+
+def holm(m: ModuleType) -> None:
+    """Sorted 0.01, 0.03, 0.04 times 3, 2, 1: 0.03, 0.06, and 0.04 lifted to 0.06."""
+    close(m.holm([0.04, 0.01, 0.03]), [0.06, 0.03, 0.06])
+    close(m.holm([0.9, 0.8]), [1.0, 1.0])
+
+
 EXTERNAL = (clipped, bounded, recorded, positive, tapered, truncated, aipo, ppo_is, luffy)
 LOSSES = (gspo_ratio, kl, weights, provenance, every_treatment, kl_in_loss, row_weights)
 ADVANTAGES = (advantage_kinds, advantage_unusable, advantage_baselines, informative_share)
+STATS = (pass_at_k, wilson, clustered, student, paired, holm)

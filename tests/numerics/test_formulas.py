@@ -18,12 +18,14 @@ import pytest
 import coterie.advantages
 import coterie.external
 import coterie.losses
+import coterie.stats
 
 Check = Callable[[ModuleType], None]
 CHECKS: dict[ModuleType, tuple[Check, ...]] = {
     coterie.external: formula_checks.EXTERNAL,
     coterie.losses: formula_checks.LOSSES,
     coterie.advantages: formula_checks.ADVANTAGES,
+    coterie.stats: formula_checks.STATS,
 }
 MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (coterie.external, "torch.minimum(ratio * advantages, clipped * advantages)", "(clipped * advantages)"),
@@ -78,6 +80,22 @@ MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (coterie.advantages, "1.0 - (p**group_size + (1.0 - p) ** group_size)", "1.0 - p**group_size"),
     (coterie.advantages, "by_mode[t.mode], by_mode[t.mode]", "everyone, everyone"),
     (coterie.advantages, 'by_mode.get("solo", []), everyone', 'by_mode.get("solo", []), by_mode["solo"]'),
+    (coterie.stats, "1.0 - math.comb(n - c, k) / math.comb(n, k)", "1.0 - (1.0 - c / n) ** k"),
+    (coterie.stats, "if values else math.nan", "if values else 0.0"),
+    (coterie.stats, "z * z / (4 * n * n)", "z * z / (4 * n)"),
+    (coterie.stats, "(p + z * z / (2 * n))", "p"),
+    (coterie.stats, "n = m * p * (1 - p) / between if between else float(m)", "n = float(m)"),
+    (coterie.stats, "math.sqrt(len(x))\n    return float(x.mean()) - half", "1\n    return float(x.mean()) - half"),
+    (
+        coterie.stats,
+        "scipy_stats.t.ppf(0.5 + confidence / 2, len(x) - 1)",
+        "scipy_stats.norm.ppf(0.5 + confidence / 2)",
+    ),
+    (coterie.stats, "p_t = 2 * ", "p_t = "),
+    (coterie.stats, "1 - 3 / (4 * (n - 1) - 1)", "1"),
+    (coterie.stats, "np.abs(signs @ d) >= observed", "signs @ d >= observed"),
+    (coterie.stats, "(len(p_values) - rank) * p_values[i]", "len(p_values) * p_values[i]"),
+    (coterie.stats, "largest = max(largest, min(", "largest = (min("),
 ]
 
 
