@@ -116,6 +116,7 @@ class _Dialogue:
     def answer(self, request: HelperRequest, outcome: Outcome) -> None:
         """Insert a reply, or the note that there is none."""
         if isinstance(outcome, HelperReply):
+            self.helpers.offered_logprobs[request.role] = outcome.offered_logprobs
             body = self.helpers.body(request.role, outcome.token_ids, outcome.logprobs, outcome.text)
             if body.token_ids:
                 self._wrapper("open")

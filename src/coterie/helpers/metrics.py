@@ -36,7 +36,7 @@ def helper_metrics(
         "helpers/self_feedback": _mean([feedback_tag in t.text for t in rows]),
         "helpers/token_share": sum(int((t.source == Source.HELPER).sum()) for t in rows) / tokens,
         "helpers/context_share": sum(int((_response(t) == Source.CONTEXT).sum()) for t in rows) / tokens,
-        "helpers/known_logprobs": _mean(np.concatenate([_known(t) for t in rows])),
+        "helpers/known_logprobs": _mean([k for t in rows for k in _known(t)]),
     }
     for outcome in ("failed", "invalid", "limit"):
         out[f"helpers/{outcome}"] = _mean([c.outcome == outcome for c in asked])
@@ -104,9 +104,10 @@ def _response(t: Trajectory) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     return t.source[t.prompt_length :]
 
 
-def _known(t: Trajectory) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    return np.isfinite(t.behavior_logprobs[t.source == Source.HELPER])
+def _known(t: Trajectory) -> list[bool]:
+    """Which helper tokens have a log-prob."""
+    return [bool(k) for k in np.isfinite(t.behavior_logprobs[t.source == Source.HELPER])]
 
 
-def _mean(values: Sequence[float] | Sequence[bool] | np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> float:
+def _mean(values: Sequence[float] | Sequence[bool]) -> float:
     return float(np.mean(values)) if len(values) else 0.0

@@ -47,6 +47,7 @@ class HelperSet:
         self.encoder = encoder
         self.form = form
         self.helpers = dict(helpers)
+        self.offered_logprobs: dict[str, bool] = {}  # role -> whether its last reply came with log-probs
         self.tags: tuple[Tags, ...] = tuple(form.roles[r].tags for r in cfg.roles)
         self.end_tags = tuple(dict.fromkeys(t.end for t in self.tags))
         limits = {role: h.limit for role, h in cfg.roles.items()}
@@ -159,24 +160,29 @@ def _check_writable(encoder: PromptEncoder, name: str, text: str) -> None:
         )
 
 
-def build_helpers(cfg: Config, policy: Policy, *, want_logprobs: bool = False, seed: int = 0) -> HelperSet:
+def build_helpers(
+    cfg: Config, encoder: PromptEncoder, policy: Policy | None = None, *, want_logprobs: bool = False
+) -> HelperSet:
     """Open every helper named in ``cfg.helpers.roles``.
 
+    ``policy``: with LoRA, the model `base` is this one with its adapters off; otherwise a frozen copy is loaded.
+    ``want_logprobs``: ask endpoints for log-probs even where they cannot be used (to see whether they are offered).
+
     Raises:
-        UserError: a role without a prompt, an endpoint without URL, model or key, a model that cannot be loaded, tags that
-            the policy's tokenizer cannot write, or budgets that leave no room for any reply.
+        UserError: a role without a prompt, an endpoint without URL, model or key, a model that cannot be loaded, tags
+            that the policy's tokenizer cannot write, or budgets that leave no room for any reply.
     """
     form = load_form(cfg.helpers.form, cfg.helpers.prompts)
     if unknown := [r for r in cfg.helpers.roles if r not in form.roles]:
         raise UserError(
             f"helpers.roles.{unknown[0]}: no such role in form {form.name!r}; {', '.join(form.roles)} exist"
         )
-    load = _LocalModels(cfg, policy, seed)
+    load = _LocalModels(cfg, encoder, policy)
     helpers = {
         role: _helper(role, h, cfg.helpers, form.roles[role], load, want_logprobs)
         for role, h in cfg.helpers.roles.items()
     }
-    return HelperSet(cfg.helpers, policy.encoder, cfg.rollout.max_new_tokens, helpers, form)
+    return HelperSet(cfg.helpers, encoder, cfg.rollout.max_new_tokens, helpers, form)
 
 
 def _helper(
@@ -199,8 +205,8 @@ def _helper(
 class _LocalModels:
     """Loads each local model once, whatever number of roles use it."""
 
-    def __init__(self, cfg: Config, policy: Policy, seed: int) -> None:
-        self.cfg, self.policy, self.seed = cfg, policy, seed
+    def __init__(self, cfg: Config, encoder: PromptEncoder, policy: Policy | None) -> None:
+        self.cfg, self.encoder, self.policy = cfg, encoder, policy
         self._loaded: dict[str, Policy] = {}
 
     def __call__(self, model: str, prompt: RolePrompt, temperature: float) -> InProcessHelper:
@@ -208,14 +214,13 @@ class _LocalModels:
         from coterie.helpers.local import AdaptersOff, LocalHelper
 
         engine: Engine
-        policy = self.policy
-        if model == "base" and policy.lora:
-            engine = AdaptersOff(TorchEngine(policy, self.cfg.rollout.token_budget), policy)
-            owner = policy
+        if model == "base" and self.policy is not None and self.policy.lora:
+            owner = self.policy
+            engine = AdaptersOff(TorchEngine(owner, self.cfg.rollout.token_budget), owner)
         else:
             owner = self._frozen(self.cfg.model.name if model == "base" else model)
             engine = TorchEngine(owner, self.cfg.rollout.token_budget)
-        same = owner.encoder.tokenizer_hash == policy.encoder.tokenizer_hash
+        same = owner.encoder.tokenizer_hash == self.encoder.tokenizer_hash
         context = getattr(owner.causal_lm.config.get_text_config(), "max_position_embeddings", None)
         return LocalHelper(model, engine, owner.encoder, prompt, temperature, same, context)
 
@@ -223,7 +228,7 @@ class _LocalModels:
         from coterie.policy import Policy
 
         if name not in self._loaded:
-            frozen = Policy.load(self.cfg.model.model_copy(update={"name": name, "lora_rank": 0}), seed=self.seed)
+            frozen = Policy.load(self.cfg.model.model_copy(update={"name": name, "lora_rank": 0, "system_prompt": ""}))
             frozen.model.requires_grad_(False)
             self._loaded[name] = frozen
         return self._loaded[name]

@@ -1,0 +1,1 @@
+"""Its place makes the modules of this folder importable from every test."""
