@@ -203,7 +203,7 @@ class SwarmNode:
                 self.ledger.blame(None, e.kind, self._now)
                 continue
             queues.setdefault(frame[5:37], []).append(frame)
-        each = max(2, most // 2 + 1)
+        each = max(8, most)
         for turn in range(max(map(len, queues.values()), default=0)):
             for queue in queues.values():
                 if turn >= len(queue):
@@ -326,7 +326,7 @@ class SwarmNode:
         ages = [self._age(g) for g in chosen]
         rewards = self._counts["rewards"]
         self._last = {
-            "swarm/peer_groups": float(len(chosen)),
+            "swarm/used_groups": float(len(chosen)),
             "swarm/wanted": float(wanted),
             "swarm/peers_in_batch": float(len({g.author for g in chosen})),
             "swarm/staleness": float(np.mean(ages)) if ages else 0.0,

@@ -1,0 +1,71 @@
+"""A node hears what it asks for, whatever the size of the swarm."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coterie.swarm.memory import MemoryHub
+from coterie.swarm.exchange import Request
+from coterie.swarm.sharding import BASE, LEVELS, Listener, covers, key_of, plan, random_leaf, redraw
+
+
+@given(st.floats(4 / BASE**LEVELS, 1.0))
+def test_a_plan_covers_the_fraction_within_an_eighth(fraction: float) -> None:
+    depth, count = plan(fraction)
+    assert abs(count / BASE**depth - fraction) <= fraction / 8 + 1e-12
+    assert 1 <= count <= 63
+
+
+@given(st.floats(0.0005, 1.0), st.integers(0, 5))
+def test_subtrees_are_disjoint_and_complete(fraction: float, seed: int) -> None:
+    rng = random.Random(seed)
+    chosen = redraw(set(), fraction, rng)
+    depth, count = plan(fraction)
+    assert len(chosen) == count and {len(p) for p in chosen} == {depth}
+    again = redraw(chosen, fraction, rng)
+    assert len(again & chosen) >= count - 1 and len(again) == count
+
+
+def test_keys() -> None:
+    assert key_of("a3") == "a/3/*/*" and key_of("") == "*/*/*/*"
+    assert covers({"a3"}, "a/3/0/f") and not covers({"a3"}, "a/4/0/f") and covers({""}, "0/0/0/0")
+    assert len(random_leaf(random.Random(0)).split("/")) == LEVELS
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 64, 512])
+def test_what_arrives_does_not_grow_with_the_swarm(nodes: int) -> None:
+    """512 nodes publish 4 messages a step each; one listener wants 12 a step."""
+    rng = random.Random(nodes)
+    listener = Listener(rng)
+    listener.start(nodes, 4, 12)
+    total, steps = 0, 40
+    for step in range(steps + 10):
+        heard = sum(covers(listener.prefixes, random_leaf(rng)) for _ in range(4 * (nodes - 1)))
+        total += heard if step >= 10 else 0
+        listener.update(heard, 12)
+    mean = total / steps
+    assert mean == 4 if nodes == 2 else 9 <= mean <= 15
+
+
+def test_a_wrong_first_guess_is_corrected() -> None:
+    rng = random.Random(0)
+    listener = Listener(rng)
+    listener.start(2, 4, 12)  # believes in 2 nodes; there are 200
+    for _ in range(30):
+        listener.update(sum(covers(listener.prefixes, random_leaf(rng)) for _ in range(800)), 12)
+    assert 0.5 * 12 / 800 < listener.fraction < 2 * 12 / 800
+
+
+def test_memory_hub_delivers_to_others_only_and_drops_the_oldest() -> None:
+    hub = MemoryHub(capacity=3)
+    a, b = hub.join(), hub.join()
+    a.publish([bytes([i]) for i in range(5)])
+    assert a.collect(Request(12, 100)) == []
+    assert b.collect(Request(12, 100)) == [b"\x02", b"\x03", b"\x04"]
+    assert b.metrics()["swarm/dropped_oldest"] == 2 and b.status().nodes == 2
+    a.close()
+    assert b.status().nodes == 1
