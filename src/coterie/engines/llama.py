@@ -1,9 +1,8 @@
 """The fast decoder for the Llama family: prompts computed and stored once, few and fused operations a step.
 
-Attention of a row is computed in two parts, over its prompt (stored once for all samples of it) and over its own tokens,
-and joined by their log-sum-exps: with s1, o1 the log-sum-exp and output of the prompt part and s2[t], v[t] the scores and
-values of the row's own tokens, the output is softmax([s1, s2]) applied to [o1, v]. This is exact, and it is the sharing
-of Hydragen (Juravsky et al., arXiv 2402.05099).
+A row attends to its prompt, stored once for all samples of it, and to its own tokens: two products of queries and keys, one
+softmax over both, two products with the values. The rows of a prompt are multiplied with it together, so its keys and
+values are read once a step and never copied (the sharing of Hydragen, Juravsky et al., arXiv 2402.05099).
 """
 
 from __future__ import annotations
@@ -117,40 +116,45 @@ class LlamaDecoder:
         if int(self.prompt_length.min()) < longest:
             beyond = torch.arange(longest, device=device) >= self.prompt_length[:, None]  # [P, Tp]
             zeros = torch.zeros(beyond.shape, dtype=self.w.dtype, device=device)  # [P, Tp]
-            self.mask = zeros.masked_fill(beyond, -torch.inf)[:, None, None]  # [P, 1, 1, Tp]
+            masked = zeros.masked_fill(beyond, -torch.inf)  # [P, Tp]
+            self.mask = masked.repeat_interleave(self.w.kv_heads, 0)[:, None]  # [P Hkv, 1, Tp]
 
     def _attention(self, i: int, layer: Layer, x: Tensor, angles: Tensor) -> Tensor:
-        """``x [R, d]`` -> [R, H D]. Writes the new key and value."""
-        w, t = self.w, self.length
+        """``x [R, d]`` -> [R, H D]. Writes the new key and value, then attends over prompt and own tokens."""
+        w, t, n, longest = self.w, self.length, self.slots, self.prompt_kv[i].shape[-2]
         rows, group = x.shape[0], w.heads // w.kv_heads
         q, k, v = _split(w, layer, layer.qkv(x))  # [R, H, D], [R, Hkv, D], [R, Hkv, D]
-        own = self.own_kv[i]
+        own_keys, own_values = self.own_kv[i][:, :rows]  # [R, Hkv, T, D] twice
         q = _turn(q, angles)  # [R, H, D]
-        own[0, :rows, :, t] = _turn(k, angles)
-        own[1, :rows, :, t] = v
-        keys, values = own[:, :rows, :, : t + 1].flatten(1, 2)  # [R Hkv, t+1, D] twice
-        prompt_out, prompt_lse = self._prompt_attention(i, q)  # [R Hkv, g, D], [R Hkv, g, 1]
-        own_scores = torch.bmm(q.view(-1, group, w.head_dim), keys.transpose(1, 2))  # [R Hkv, g, t+1]
-        p = torch.cat([prompt_lse.to(own_scores.dtype), own_scores], dim=-1).softmax(-1)  # [R Hkv, g, 1 + t+1]
-        out = torch.bmm(p[..., 1:], values)  # [R Hkv, g, D]
-        return out.addcmul_(p[..., :1], prompt_out).view(rows, -1)  # [R, H D]
+        own_keys[:, :, t] = _turn(k, angles)
+        own_values[:, :, t] = v
+        prompt_keys, prompt_values = self.prompt_kv[i].flatten(1, 2)  # [P Hkv, Tp, D] twice
+        by_prompt = (-1, w.kv_heads, n, group)  # P, Hkv, n, g
+        by_row = (-1, w.kv_heads, group)  # R, Hkv, g
 
-    def _prompt_attention(self, i: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of ``q [R, H, D]`` over the prompts: output [R Hkv, g, D] and log-sum-exp [R Hkv, g, 1]."""
-        w, n = self.w, self.slots
-        group = w.heads // w.kv_heads
-        if not self.in_order:
-            q = q[self.row_of_slot]  # [P n, H, D]
-        q = q.view(-1, n, w.kv_heads, group, w.head_dim).transpose(1, 2)  # [P, Hkv, n, g, D]
-        q = q.reshape(q.shape[0], w.kv_heads, n * group, w.head_dim)  # [P, Hkv, n g, D]
-        out, lse = attend(q, self.prompt_kv[i][0], self.prompt_kv[i][1], self.mask)
-        out = out.view(*out.shape[:2], n, group, -1).transpose(1, 2)  # [P, n, Hkv, g, D]
-        lse = lse.view(*lse.shape[:2], n, group).transpose(1, 2)  # [P, n, Hkv, g]
-        out = out.reshape(-1, w.kv_heads, group, w.head_dim)  # [P n, Hkv, g, D]
-        lse = lse.reshape(-1, w.kv_heads, group, 1)  # [P n, Hkv, g, 1]
-        if not self.in_order:
-            out, lse = out[self.slot_of_row], lse[self.slot_of_row]  # [R, Hkv, g, D], [R, Hkv, g, 1]
-        return out.flatten(0, 1), lse.flatten(0, 1)
+        q_slots = self._to_slots(q).view(-1, n, w.kv_heads, group, w.head_dim).transpose(1, 2)  # [P, Hkv, n, g, D]
+        prompt_scores = torch.bmm(q_slots.reshape(-1, n * group, w.head_dim), prompt_keys.transpose(1, 2))
+        if self.mask is not None:
+            prompt_scores += self.mask  # [P Hkv, n g, Tp]
+        prompt_scores = prompt_scores.view(*by_prompt, longest).transpose(1, 2)  # [P, n, Hkv, g, Tp]
+        prompt_scores = self._to_rows(prompt_scores.reshape(*by_row, longest))  # [R, Hkv, g, Tp]
+        own_scores = torch.bmm(q.view(-1, group, w.head_dim), own_keys[:, :, : t + 1].flatten(0, 1).transpose(1, 2))
+        scores = torch.cat([prompt_scores, own_scores.view(*by_row, t + 1)], dim=-1)  # [R, Hkv, g, Tp + t+1]
+        p = scores.softmax(-1)  # [R, Hkv, g, Tp + t+1]
+        out = torch.bmm(p[..., longest:].flatten(0, 1), own_values[:, :, : t + 1].flatten(0, 1))  # [R Hkv, g, D]
+        p_slots = self._to_slots(p[..., :longest]).view(-1, n, w.kv_heads, group, longest).transpose(1, 2)
+        prompt_out = torch.bmm(p_slots.reshape(-1, n * group, longest), prompt_values)  # [P Hkv, n g, D]
+        prompt_out = prompt_out.view(*by_prompt, w.head_dim).transpose(1, 2)  # [P, n, Hkv, g, D]
+        prompt_out = self._to_rows(prompt_out.reshape(*by_row, w.head_dim))  # [R, Hkv, g, D]
+        return out.view_as(prompt_out).add_(prompt_out).view(rows, -1)  # [R, H D]
+
+    def _to_slots(self, x: Tensor) -> Tensor:
+        """[R, ..] -> [P n, ..]: rows beside the other rows of their prompt."""
+        return x if self.in_order else x[self.row_of_slot]
+
+    def _to_rows(self, x: Tensor) -> Tensor:
+        """[P n, ..] -> [R, ..]: the way back."""
+        return x if self.in_order else x[self.slot_of_row]
 
     def _prompt_pass(self, prompts: Sequence[Sequence[int]], at: Sequence[int]) -> Tensor:
         """Compute prompts (padded on the right), store their keys and values at ``at``; last hidden states [P, d]."""
@@ -195,25 +199,6 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
     """Rotary embedding of ``x [N, heads, D]``, pairs side by side, by ``angles [N, 1, D/2]``."""
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))  # [N, heads, D/2]
     return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)  # [N, heads, D]
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T + mask) v with its log-sum-exp; scale 1.
-
-    Args:
-        q: [P, Hkv, n, D]; k, v: [P, Hkv, T, D]; mask: [P, 1, 1, T] additive, or None.
-
-    Returns:
-        output [P, Hkv, n, D], log-sum-exp [P, Hkv, n].
-    """
-    if q.device.type == "cpu":
-        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return fused(q, k, v, 0.0, False, attn_mask=mask, scale=1.0)  # type: ignore[no-any-return]
-    scores = torch.matmul(q, k.transpose(-1, -2)).float()  # [P, Hkv, n, T]
-    if mask is not None:
-        scores = scores + mask
-    lse = scores.logsumexp(-1)  # [P, Hkv, n]
-    return torch.matmul((scores - lse.unsqueeze(-1)).exp().to(v.dtype), v), lse
 
 
 def _bucket(rows: int) -> int:

@@ -17,7 +17,7 @@ class Stopping:
     ) -> None:
         self.eos_ids = eos_ids
         self.max_new_tokens = max_new_tokens
-        self._stop = tuple(stop)
+        self.stop = tuple(stop)
         self._decode = decode
         self._longest = max(map(len, stop), default=0)
         self._may_end: dict[int, bool] = {}
@@ -26,7 +26,7 @@ class Stopping:
         """Why the row that has sampled ``ids`` so far ends with its last token, or None if it goes on."""
         if ids[-1] in self.eos_ids:
             return StopReason.EOS, None
-        if self._stop and self._may_end_a_stop(ids[-1]):
+        if self.stop and self._may_end_a_stop(ids[-1]):
             found = self._find(ids)
             if found is not None:
                 return StopReason.STOP, found
@@ -41,7 +41,7 @@ class Stopping:
             text = self._decode([token])
             # Part of a character, or text that only shows in context (a space at the start): decide by decoding.
             unclear = not text.strip() or "\ufffd" in text
-            known = unclear or any(s[-1] in text for s in self._stop)
+            known = unclear or any(s[-1] in text for s in self.stop)
             self._may_end[token] = known
         return known
 
@@ -53,5 +53,5 @@ class Stopping:
         while len(text) < wanted and count < len(ids):
             count *= 2
             text = self._decode(ids[-count:])
-        ends = [(at + len(s), -len(s), s) for s in self._stop if (at := text.find(s)) >= 0]
+        ends = [(at + len(s), -len(s), s) for s in self.stop if (at := text.find(s)) >= 0]
         return min(ends)[2] if ends else None

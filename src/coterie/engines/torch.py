@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ from coterie.engines.scripted import Encoder
 from coterie.engines.stopping import Stopping
 from coterie.engines.weights import Weights, lay_out, version, why_not
 from coterie.errors import CoterieError, UserError
-from coterie.types import Sample, Sampling
+from coterie.types import Sample, Sampling, StopReason
 
 
 class Samplable(Protocol):
@@ -43,15 +42,13 @@ class Decoder(Protocol):
     def keep(self, order: Sequence[int]) -> None: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Row:
-    """One sample in the making."""
+    """One sample to be made."""
 
     places: tuple[int, int]  # (prompt index, sample index) of the request
     prompt: tuple[int, ...]
     seed: int
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
 
 class TorchEngine:
@@ -111,20 +108,18 @@ class TorchEngine:
     ) -> Iterator[tuple[int, int, Sample]]:
         prompts = list(dict.fromkeys(r.prompt for r in rows))
         number = {p: i for i, p in enumerate(prompts)}
-        draws = np.stack([uniforms(r.seed, r.places[1], stopping.max_new_tokens) for r in rows])  # [R, max_new]
+        wave = _Wave(rows, stopping)
         logits = decoder.prefill(prompts, [number[r.prompt] for r in rows], stopping.max_new_tokens)  # [R, V]
-        step = 0
         while True:
-            uniform = torch.from_numpy(draws[:, step].copy()).to(logits.device)  # [R]
-            tokens, ended = _advance(sampler, logits, uniform, rows, stopping)
+            tokens, ended = wave.advance(sampler, logits)  # [R]
             yield from ended.values()
-            step += 1
-            if len(ended) == len(rows):
+            if len(ended) == len(wave.rows):
                 return
             if ended:
-                order = fill_holes(len(rows), ended)
+                order = fill_holes(len(wave.rows), ended)
                 decoder.keep(order)
-                rows, draws, tokens = [rows[k] for k in order], draws[order], tokens[order]
+                wave.keep(order)
+                tokens = tokens[order]  # [R]
             logits = decoder.step(tokens)  # [R, V]
 
     def _check_context(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -137,23 +132,46 @@ class TorchEngine:
             )
 
 
-@torch.inference_mode()
-def _advance(
-    sampler: Sampler, logits: Tensor, uniform: Tensor, rows: list[_Row], stopping: Stopping
-) -> tuple[Tensor, dict[int, tuple[int, int, Sample]]]:
-    """Sample one token for every row. Returns the tokens [R] and what the rows that ended have become."""
-    tokens, logprobs = sampler.draw(logits, uniform)  # [R], [R]
-    ended: dict[int, tuple[int, int, Sample]] = {}
-    for k, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
-        if not math.isfinite(logprob):
-            raise CoterieError(f"generate: the policy's logits are not finite after {len(row.ids)} tokens")
-        row.ids.append(token)
-        row.logprobs.append(logprob)
-        why = stopping.check(row.ids)
-        if why is not None:
-            sample = Sample(np.array(row.ids, np.int32), np.array(row.logprobs, np.float32), *why)
-            ended[k] = (*row.places, sample)
-    return tokens, ended
+class _Wave:
+    """Rows decoded together: what each has sampled so far, and the uniforms it will use."""
+
+    def __init__(self, rows: list[_Row], stopping: Stopping) -> None:
+        self.rows = rows
+        self.stopping = stopping
+        self.step = 0
+        self.uniforms = np.stack([uniforms(r.seed, r.places[1], stopping.max_new_tokens) for r in rows])  # [R, max]
+        self.ids = np.empty(self.uniforms.shape, np.int32)  # [R, max]
+        self.logprobs = np.empty(self.uniforms.shape, np.float32)  # [R, max]
+
+    @torch.inference_mode()
+    def advance(self, sampler: Sampler, logits: Tensor) -> tuple[Tensor, dict[int, tuple[int, int, Sample]]]:
+        """Sample one token of every row. Returns the tokens [R] and what the rows that ended have become."""
+        uniform = torch.tensor(self.uniforms[:, self.step], device=logits.device)  # [R]
+        tokens, logprobs = sampler.draw(logits, uniform)  # [R], [R]
+        self.ids[:, self.step] = tokens.cpu().numpy()
+        self.logprobs[:, self.step] = logprobs.cpu().numpy()
+        if not np.isfinite(self.logprobs[:, self.step]).all():
+            raise CoterieError(f"generate: the policy's logits are not finite after {self.step} tokens")
+        self.step += 1
+        ended = {k: (*self.rows[k].places, self._sample(k, *why)) for k, why in self._ended()}
+        return tokens, ended
+
+    def keep(self, order: list[int]) -> None:
+        self.rows = [self.rows[k] for k in order]
+        self.uniforms, self.ids, self.logprobs = self.uniforms[order], self.ids[order], self.logprobs[order]
+
+    def _ended(self) -> Iterator[tuple[int, tuple[StopReason, str | None]]]:
+        newest = self.ids[:, self.step - 1].tolist()
+        suspects: Iterable[int] = range(len(self.rows))
+        if not self.stopping.stop and self.step < self.stopping.max_new_tokens:  # only an end token can end a row
+            suspects = [k for k, token in enumerate(newest) if token in self.stopping.eos_ids]
+        for k in suspects:
+            why = self.stopping.check(self.ids[k, : self.step].tolist())
+            if why is not None:
+                yield k, why
+
+    def _sample(self, k: int, reason: StopReason, stop: str | None) -> Sample:
+        return Sample(self.ids[k, : self.step].copy(), self.logprobs[k, : self.step].copy(), reason, stop)
 
 
 def fill_holes(count: int, ended: dict[int, Any]) -> list[int]:
