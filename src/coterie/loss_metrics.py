@@ -1,7 +1,7 @@
 """What the loss says about itself: sums per micro-batch, metrics per step.
 
 Every quantity is kept as plain sums, which add over micro-batches, and divided once at the end, so metrics do not
-depend on how the batch was cut. Keys, formulas and healthy values: docs/losses.md.
+depend on how the batch was cut. Keys, formulas and healthy values: docs/metrics.md.
 """
 
 from __future__ import annotations
