@@ -61,14 +61,22 @@ def diagnostics(
     if entropy is not None:
         every["entropy"] = entropy.detach()  # [B, T]
     out: dict[str, Tensor] = {"non_finite": ((~tokens.logprobs.detach().isfinite()) & batch.loss_mask).sum()}
+    n = batch.normalizers
+    present = {"own": n.own_policy, "peer": n.peer_policy, "helper": n.helper}
     for name, mask in who.items():
-        out |= {f"{name}/{key}": value[mask].sum() for key, value in every.items()}
-        out |= {f"{name}/{key}": value[mask & each.known].sum() for key, value in at_known.items()}
-        out |= {f"{name}/{key}": value[mask].sum() for key, value in _clipping(name, tokens, cfg).items()}
+        if not present[name]:
+            continue
+        out |= _sums(name, every | _clipping(name, tokens, cfg), mask)
+        out |= _sums(name, at_known, mask & each.known)
     if entropy is not None:
         after = who.own & (who.helper.cumsum(1) > 0)  # [B, T]
-        out |= {"own/n_after": after.sum(), "own/entropy_after": entropy.detach()[after].sum()}
+        out |= _sums("own", {"n_after": torch.ones_like(entropy), "entropy_after": entropy.detach()}, after)
     return out
+
+
+def _sums(name: str, values: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Sums over ``mask``. Selecting with ``where`` and not by index keeps a GPU from waiting at each one."""
+    return {f"{name}/{key}": torch.where(mask, v, torch.zeros_like(v)).sum() for key, v in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,8 @@ def loss_metrics(outputs: Sequence[LossOutput]) -> dict[str, float]:
     total: dict[str, float] = {}
     for output in outputs:
         keys = list(output.sums)
-        for key, value in zip(keys, torch.stack([output.sums[k].double() for k in keys]).tolist(), strict=True):
+        values = torch.stack([output.sums[k].to(output.loss.dtype) for k in keys]).detach().tolist()
+        for key, value in zip(keys, values, strict=True):
             total[key] = total.get(key, 0.0) + value
     counts = {name: total.get(f"{name}/n", 0.0) for name in ("own", "peer", "helper")}
     metrics = {
