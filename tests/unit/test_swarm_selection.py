@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coterie.swarm.selection import (
     Quotas,
     distinct,
-    fair_quota,
+    equal_share,
     fresh,
     likelihood_band,
     select,
@@ -74,11 +74,13 @@ def test_uniform_is_uniform() -> None:
     assert len(counts) == 6 and all(340 <= n <= 460 for n in counts.values())  # 400 +- 3.7 sd
 
 
-def test_a_lone_author_may_fill_a_batch_and_one_of_many_may_not() -> None:
-    assert fair_quota(4, 1) >= 4
-    assert fair_quota(4, 2) == 4
-    assert fair_quota(4, 8) == 1
-    assert fair_quota(4, 0) >= 4
+def test_beyond_its_share_an_author_only_fills_what_others_leave() -> None:
+    assert [equal_share(4, n) for n in (0, 1, 2, 3, 8)] == [4, 4, 2, 2, 1]
+    many, few = _BASE[:6], _BASE[6:7]
+    for seed in range(20):
+        chosen = select([*many, *few], 4, "uniform", seed, Quotas(author=4, share=2))
+        assert Counter(g.author for g in chosen) == {many[0].author: 3, few[0].author: 1}
+        assert len(select(many, 4, "uniform", seed, Quotas(author=3, share=2))) == 3
 
 
 @given(groups)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.swarm.memory import MemoryHub
 from coterie.swarm.exchange import Request
+from coterie.swarm.memory import MemoryHub
 from coterie.swarm.sharding import BASE, LEVELS, Listener, covers, key_of, plan, random_leaf, redraw
 
 

@@ -13,7 +13,7 @@ import swarm_kit as kit
 import zstandard
 
 from coterie.bench.synthetic import synthetic_group
-from coterie.swarm.wire import HEADER, Limits, WireError, WireGroup, encode_group, read, unpack_ids
+from coterie.swarm.wire import HEADER, Limits, WireError, encode_group, read, unpack_ids
 from coterie.types import Segment, Source, StopReason
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "group_v1.json").read_text())
