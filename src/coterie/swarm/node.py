@@ -24,7 +24,7 @@ from coterie.swarm.controller import FixedShare
 from coterie.swarm.exchange import Exchange, Request
 from coterie.swarm.identity import Identity, short_name
 from coterie.swarm.pool import Entry, Pool
-from coterie.swarm.selection import Quotas, fair_quota, likelihood_band, select
+from coterie.swarm.selection import Quotas, equal_share, likelihood_band, select
 from coterie.swarm.trust import Ledger
 from coterie.swarm.verify import Rebuilder, ScoreFn, score_group
 from coterie.swarm.wire import Message, WireError, encode_group, open_header, parse
@@ -244,8 +244,7 @@ class SwarmNode:
     def _choose(self, wanted: int, seed: int, deadline: float) -> list[Group]:
         """Score waiting groups until enough are fit, then select; what has no signal leaves the pool."""
         quotas = self._quotas(wanted)
-        order = sorted(self.pool.entries)
-        random.Random(seed).shuffle(order)
+        order = self._order(seed)
         goal = 3 * wanted if self.cfg.selection == "variance" else wanted
         while True:
             ready = [e.group for e in self.pool.entries.values() if e.scored and self._fresh(e.group)]
@@ -257,6 +256,18 @@ class SwarmNode:
                 self._score(self.pool.entries[i])
         chosen = select(ready, wanted, self.cfg.selection, seed, quotas)
         return self._plausible(chosen)
+
+    def _order(self, seed: int) -> list[str]:
+        """Waiting groups at random, one author after the other: a flood waits behind everybody's first group."""
+        order = sorted(self.pool.entries)
+        random.Random(seed).shuffle(order)
+        seen: Counter[str] = Counter()
+        turn: dict[str, int] = {}
+        for i in order:
+            author = self.pool.entries[i].group.author
+            turn[i] = seen[author]
+            seen[author] += 1
+        return sorted(order, key=turn.__getitem__)
 
     def _score(self, entry: Entry) -> None:
         group, breach = score_group(entry.group, self._score_fn)
@@ -284,12 +295,12 @@ class SwarmNode:
         return kept
 
     def _quotas(self, wanted: int) -> Quotas:
-        if self.cfg.per_peer:
-            return Quotas(self.cfg.per_peer, self.cfg.per_task)
         heard = sum(
             self._now - a.heard_at <= self.cfg.ttl and self._now >= a.barred_until for a in self.ledger.authors.values()
         )
-        return Quotas(fair_quota(wanted, heard), self.cfg.per_task)
+        share = equal_share(wanted, heard)
+        most = self.cfg.per_peer or 2 * share
+        return Quotas(most, self.cfg.per_task, min(share, most))
 
     def _fresh(self, group: Group) -> bool:
         record = self.ledger.authors.get(group.author)

@@ -22,10 +22,14 @@ Strategy = Literal["uniform", "informative", "variance"]
 
 @dataclass(frozen=True)
 class Quotas:
-    """Most groups of one author and of one task in a selection; 0: no limit."""
+    """Most groups of one author and of one task in a selection; 0: no limit.
+
+    ``share`` is an author's equal share: beyond it, and up to ``author``, it only fills what the others leave open.
+    """
 
     author: int = 0
     task: int = 0
+    share: int = 0
 
 
 def select(
@@ -47,15 +51,14 @@ def select(
     authors: Counter[str] = Counter()
     tasks: Counter[str] = Counter()
     chosen: list[Group] = []
-    for g in ordered:
-        over = (quotas.author and authors[g.author] >= quotas.author) or (
-            quotas.task and tasks[g.problem.task] >= quotas.task
-        )
-        if len(chosen) >= count or over:
-            continue
-        authors[g.author] += 1
-        tasks[g.problem.task] += 1
-        chosen.append(g)
+    for limit in dict.fromkeys([quotas.share or quotas.author, quotas.author]):
+        for g in ordered:
+            over = (limit and authors[g.author] >= limit) or (quotas.task and tasks[g.problem.task] >= quotas.task)
+            if len(chosen) >= count or over or g in chosen:
+                continue
+            authors[g.author] += 1
+            tasks[g.problem.task] += 1
+            chosen.append(g)
     return chosen
 
 
@@ -64,9 +67,9 @@ def select_own(groups: Sequence[Group], strategy: Literal["all", "informative"])
     return [g for g in groups if strategy == "all" or g.informative]
 
 
-def fair_quota(wanted: int, authors: int) -> int:
-    """Twice an equal share: no author fills a batch while others have something to offer; a lone one may."""
-    return max(1, -(-2 * wanted // max(1, authors)))
+def equal_share(wanted: int, authors: int) -> int:
+    """``wanted`` over ``authors``, rounded up."""
+    return max(1, -(-wanted // max(1, authors)))
 
 
 def fresh(groups: Sequence[Group], newest: Mapping[str, int], max_age: int) -> list[Group]:

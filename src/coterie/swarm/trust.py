@@ -97,7 +97,7 @@ class Ledger:
     def skew_s(self) -> float:
         """Median over authors of (my clock - theirs), seconds. Transit time is part of it, so small values mean nothing."""
         values = sorted(a.skew_ms for a in self.authors.values() if a.skew_ms is not None)
-        return values[len(values) // 2] / 1000.0 if values else 0.0
+        return values[(len(values) - 1) // 2] / 1000.0 if values else 0.0
 
     def blame(self, author: str | None, kind: str, now: int) -> bool:
         """Count a refusal; with a proven ``author`` and a real fault, a strike too. True if that began a quarantine."""

@@ -270,7 +270,9 @@ def _decompress(data: bytes, limits: Limits) -> bytes:
         if size < 0 or size > limits.decompressed_bytes:
             text = f"states a decompressed size of {size}, 0 to {limits.decompressed_bytes} are accepted"
             raise WireError("bomb", text, signed=True)
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=limits.decompressed_bytes)
+        return zstandard.ZstdDecompressor().decompress(
+            data, max_output_size=limits.decompressed_bytes, allow_extra_data=False
+        )
     except (zstandard.ZstdError, MemoryError) as e:
         raise WireError("format", f"not a zstd frame: {e}", signed=True) from e
 
