@@ -269,7 +269,41 @@ def holm(m: ModuleType) -> None:
     close(m.holm([0.9, 0.8]), [1.0, 1.0])
 
 
+# --- value.py ----------------------------------------------------------------------------------------------------------
+
+
+def gae_by_hand(m: ModuleType) -> None:
+    """gamma 1/2, lambda 1/2; steps at t = 1, 3, 4 (t = 2 is a helper's), V = 1, 2, 4, reward 8 at the end.
+
+    From the back: 8 - 4 = 4; (4/2 - 2) + 4/4 = 1; (2/2 - 1) + 1/4 = 1/4. Returns A + V.
+    """
+    mask = torch.tensor([[False, True, False, True, True]])
+    advantages, returns = m.gae(row(0, 0, 0, 0, 8), row(9, 1, 9, 2, 4), mask, 0.5, 0.5)
+    close(advantages, [[0, 0.25, 0, 1, 4]])
+    close(returns, [[0, 1.25, 0, 3, 8]])
+
+
+def gae_extremes(m: ModuleType) -> None:
+    """lambda 1: discounted return minus value; lambda 0: one-step difference. Rows do not mix."""
+    rewards, values = torch.tensor([[0.0, 1.0], [3.0, 0.0]]), torch.tensor([[0.5, 0.25], [1.0, 2.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    close(m.gae(rewards, values, mask, 0.9, 1.0)[0], [[0.9 - 0.5, 0.75], [2.0, 0.0]])
+    close(m.gae(rewards, values, mask, 0.9, 0.0)[0], [[0.9 * 0.25 - 0.5, 0.75], [2.0, 0.0]])
+
+
+def value_regression(m: ModuleType) -> None:
+    """V_old = 0, clip 1/2, R = 2. V = 1: errors 1 and (0.5 - 2)^2 = 2.25; V = 0.25: both 3.0625; weights 1/2; rest off.
+
+    Slopes: clipped away at V = 1, and (0.25 - 2) / 2 at V = 0.25.
+    """
+    values = row(1.0, 0.25, 7.0, grad=True)
+    loss = m.value_loss(values, row(0, 0, 0), row(2, 2, 2), row(0.5, 0.5, 0), 0.5)
+    close(loss, (2.25 + 3.0625) / 4)
+    close(torch.autograd.grad(loss, values)[0], [[0.0, -0.875, 0.0]])
+
+
 EXTERNAL = (clipped, bounded, recorded, positive, tapered, truncated, aipo, ppo_is, luffy)
 LOSSES = (gspo_ratio, kl, weights, provenance, every_treatment, kl_in_loss, row_weights)
 ADVANTAGES = (advantage_kinds, advantage_unusable, advantage_baselines, informative_share)
 STATS = (pass_at_k, wilson, clustered, student, paired, holm)
+VALUE = (gae_by_hand, gae_extremes, value_regression)

@@ -19,6 +19,7 @@ import coterie.advantages
 import coterie.external
 import coterie.losses
 import coterie.stats
+import coterie.value
 
 Check = Callable[[ModuleType], None]
 CHECKS: dict[ModuleType, tuple[Check, ...]] = {
@@ -26,6 +27,7 @@ CHECKS: dict[ModuleType, tuple[Check, ...]] = {
     coterie.losses: formula_checks.LOSSES,
     coterie.advantages: formula_checks.ADVANTAGES,
     coterie.stats: formula_checks.STATS,
+    coterie.value: formula_checks.VALUE,
 }
 MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (coterie.external, "torch.minimum(ratio * advantages, clipped * advantages)", "(clipped * advantages)"),
@@ -96,6 +98,14 @@ MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (coterie.stats, "np.abs(signs @ d) >= observed", "signs @ d >= observed"),
     (coterie.stats, "(len(p_values) - rank) * p_values[i]", "len(p_values) * p_values[i]"),
     (coterie.stats, "largest = max(largest, min(", "largest = (min("),
+    (coterie.value, "gamma * next_value - v[:, t]", "next_value - v[:, t]"),
+    (coterie.value, "gamma * lam * next_advantage", "lam * next_advantage"),
+    (coterie.value, "torch.where(step, advantage, next_advantage)", "advantage"),
+    (coterie.value, "torch.where(step, v[:, t], next_value)", "v[:, t]"),
+    (coterie.value, "torch.where(mask, advantages + v,", "torch.where(mask, advantages,"),
+    (coterie.value, "torch.maximum((values", "torch.minimum((values"),
+    (coterie.value, "(near - returns).square()) / 2", "(near - returns).square())"),
+    (coterie.value, "(values - old).clamp(-clip, clip)", "(values - old)"),
 ]
 
 
