@@ -1,0 +1,96 @@
+"""Train the model `tiny` and write it to src/coterie/models/tiny.
+
+    OMP_NUM_THREADS=1 python scripts/build_tiny.py --out src/coterie/models/tiny
+
+Everything is seeded: the same machine and library versions give the same weights. Problems come from the training split
+of the tasks in src/coterie/models/tiny_tasks.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import torch
+from tiny.data import Source, task_parameters
+from tiny.fit import Plan, fit
+from tiny.measure import pass_rates
+from tiny.net import check_same, make_model
+from tiny.tokens import fixed_phrases, make_tokenizer
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PHRASE_SHARE = {"color_cube_rotation": 0.22}  # a phrase must stand in this share of a task's prompts; else 0.3
+SLIP = {}  # share of training answers with a wrong step; else 0.5
+WEIGHT = {}  # share of rows, relative to the others; else 1
+POOL = 20_000  # problems drawn per task
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--rows", type=int, default=64, help="answers per step")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--problems", type=int, default=200, help="held-out problems per task for the table at the end")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    started = time.monotonic()
+
+    sources = {name: Source(name, params) for name, params in task_parameters().items()}
+    pool = {name: source.items("train", POOL, f"train/{args.seed}") for name, source in sources.items()}
+    phrases = [
+        phrase
+        for name, items in pool.items()
+        for phrase in fixed_phrases([item["question"] for item in items[:2000]], PHRASE_SHARE.get(name, 0.3))
+    ]
+    tokenizer = make_tokenizer(phrases)
+    model = make_model(tokenizer)
+    count = sum(p.numel() for p in model.parameters())
+    print(
+        f"{count:,} parameters, {len(tokenizer)} tokens, problems { ({k: len(v) for k, v in pool.items()}) }",
+        flush=True,
+    )
+
+    slip, weight = {t: SLIP.get(t, 0.5) for t in pool}, {t: WEIGHT.get(t, 1.0) for t in pool}
+    plan = Plan(args.steps, args.rows, args.lr, slip, weight, seed=args.seed)
+    fit(model, tokenizer, pool, plan, lambda step: save(model, tokenizer, args.out))
+    save(model, tokenizer, args.out)
+    print(f"trained in {time.monotonic() - started:.0f} s; sha256 {digest(args.out)}", flush=True)
+    table(model, tokenizer, sources, args.problems)
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    check_same(model, torch.arange(40).view(1, 40) % len(tokenizer))
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def digest(out: Path) -> str:
+    return hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+
+
+def table(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sources: dict[str, Source], problems: int
+) -> None:
+    """Print pass rates on held-out problems as a Markdown table."""
+    print(
+        "| task | pass@1 | pass@8 | greedy | informative | prompt | answer median | max |\n|---|---|---|---|---|---|---|---|"
+    )
+    rows = {n: pass_rates(model, tokenizer, s, s.items("eval", problems, "measure")) for n, s in sources.items()}
+    for name, r in rows.items():
+        print(
+            f"| {name} | {r['pass@1']:.2f} | {r['pass@8']:.2f} | {r['greedy']:.2f} | {r['informative']:.2f} "
+            f"| {r['prompt']:.0f} | {r['answer_median']} | {r['answer_max']} |"
+        )
+    print(json.dumps({n: round(r["pass@1"], 4) for n, r in rows.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of the script that trains the model `tiny`."""
