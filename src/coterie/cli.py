@@ -109,6 +109,8 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
+    mode: Annotated[str, typer.Option(help="plain | tagged (helpers' prompt, nobody answers) | helped.")] = "plain",
+    config: Annotated[Path | None, typer.Option(help="TOML file with [helpers] for --mode tagged and helped.")] = None,
     as_json: Json = False,
 ) -> None:
     """Unbiased pass@k on held-out problems, per task, with intervals and the settings.
@@ -118,8 +120,8 @@ def evaluate(
     from coterie.evalcmd import EvalRequest, run_eval
 
     ks = _ints(k, "-k")
-    request = EvalRequest(model, tasks, ks, problems, samples or max(ks), temperature, max_new_tokens, seed)
-    result = run_eval(request, ctx.args)
+    request = EvalRequest(model, tasks, ks, problems, samples or max(ks), temperature, max_new_tokens, seed, mode)
+    result = run_eval(request, config, ctx.args)
     if as_json:
         emit(result)
         return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from coterie.config import Config, TaskConfig, config_from_dict, load_config
 from coterie.errors import UserError
@@ -25,12 +25,15 @@ class EvalRequest:
     temperature: float
     max_new_tokens: int
     seed: int
+    mode: str = "plain"
 
     def __post_init__(self) -> None:
         if self.samples < max(self.ks):
             raise UserError(
                 f"pass@{max(self.ks)} needs at least {max(self.ks)} samples per problem, not {self.samples}"
             )
+        if self.mode not in ("plain", "tagged", "helped"):
+            raise UserError(f"--mode {self.mode}: one of plain, tagged, helped")
         if self.problems < 1 or self.max_new_tokens < 1 or self.temperature < 0:
             raise UserError("--problems and --max-new-tokens must be at least 1, --temperature at least 0")
 
@@ -74,18 +77,21 @@ def _known_tasks(model: str) -> dict[str, TaskConfig]:
     return {}
 
 
-def run_eval(request: EvalRequest, overrides: Sequence[str]) -> dict[str, Any]:
+def run_eval(request: EvalRequest, config: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Evaluate and return JSON-ready results (see :meth:`coterie.evaluation.Evaluation.to_json`)."""
-    base = load_config(None, overrides)
+    base = load_config(config, overrides)
     tasks = resolve_tasks(request.tasks, request.model)
     cfg = Config.model_validate(
         {
             **base.model_dump(),
             "model": {**base.model.model_dump(), "name": resolve_model(request.model)},
+            "rollout": {**base.rollout.model_dump(), "max_new_tokens": request.max_new_tokens},
+            "swarm": {},
             "tasks": {n: t.model_dump() for n, t in tasks.items()},
         }
     )
     from coterie.evaluation import evaluate
+    from coterie.helpers.modes import Mode
     from coterie.run import build
     from coterie.types import Sampling
 
@@ -94,6 +100,14 @@ def run_eval(request: EvalRequest, overrides: Sequence[str]) -> dict[str, Any]:
         sampling = Sampling(request.max_new_tokens, temperature=request.temperature, stop=cfg.rollout.stop)
         problems = parts.tasks.eval_problems(request.problems)
         done = evaluate(
-            parts.engine, parts.policy.encoder, problems, request.samples, sampling, parts.scorer, seed=request.seed
+            parts.engine,
+            parts.policy.encoder,
+            problems,
+            request.samples,
+            sampling,
+            parts.scorer,
+            seed=request.seed,
+            mode=cast(Mode, request.mode),
+            helpers=parts.helpers,
         )
     return {"model": request.model, "request": asdict(request), **done.to_json(request.ks)}

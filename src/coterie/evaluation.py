@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from coterie.helpers.modes import Mode, sample_mode
 from coterie.rng import derive
-from coterie.rollout import sampled
 from coterie.stats import cluster_interval, pass_at_k
 from coterie.types import Problem, Sampling
 
 if TYPE_CHECKING:
     from coterie.engines.base import Engine
+    from coterie.helpers.roles import HelperSet
     from coterie.prompting import PromptEncoder
     from coterie.tasks.scoring import Scorer
 
@@ -31,7 +33,7 @@ class TaskResult:
     truncated: float
 
     def accuracy(self) -> float:
-        """Sampled pass@1: the mean over problems of the share of right answers."""
+        """Sampled pass@1: the mean over problems of the share of right answers; NaN if none could be scored."""
         return pass_at_k(self.scored, self.correct, 1)
 
     def interval(self) -> tuple[float, float]:
@@ -46,8 +48,8 @@ class Evaluation:
     seconds: float
 
     def accuracy(self) -> float:
-        """Mean over tasks (each task counts the same)."""
-        return float(np.mean([t.accuracy() for t in self.tasks.values()])) if self.tasks else 0.0
+        """Mean over tasks (each task counts the same); NaN if any task could not be scored."""
+        return float(np.mean([t.accuracy() for t in self.tasks.values()])) if self.tasks else float("nan")
 
     def metrics(self) -> dict[str, float]:
         out = {"eval/accuracy": self.accuracy(), "time/eval_s": self.seconds}
@@ -55,7 +57,7 @@ class Evaluation:
             low, high = t.interval()
             out |= {f"eval/{name}/accuracy": t.accuracy(), f"eval/{name}/low": low, f"eval/{name}/high": high}
             out |= {f"eval/{name}/length": t.mean_length, f"eval/{name}/truncated": t.truncated}
-        return out
+        return {k: v for k, v in out.items() if math.isfinite(v)}
 
     def to_json(self, ks: Sequence[int]) -> dict[str, Any]:
         """Everything a reader needs to check the figures: settings, counts per problem, pass@k, intervals."""
@@ -71,7 +73,9 @@ class Evaluation:
                 "mean_length": t.mean_length,
                 "truncated": t.truncated,
             }
-        return {"settings": self.settings, "accuracy": self.accuracy(), "tasks": tasks, "seconds": self.seconds}
+        mean = self.accuracy()
+        known = mean if math.isfinite(mean) else None
+        return {"settings": self.settings, "accuracy": known, "tasks": tasks, "seconds": self.seconds}
 
 
 def evaluate(
@@ -83,6 +87,8 @@ def evaluate(
     scorer: Scorer,
     *,
     seed: int,
+    mode: Mode = "plain",
+    helpers: HelperSet | None = None,
 ) -> Evaluation:
     """Sample ``samples`` answers to every problem and score them.
 
@@ -91,11 +97,11 @@ def evaluate(
     """
     start = time.perf_counter()
     flat = [(name, p) for name, ps in problems.items() for p in ps]
-    prompts = [encoder.prompt_ids(p.prompt) for _, p in flat]
+    questions = [p.prompt for _, p in flat]
     seeds = [derive(seed, "eval", p.id) for _, p in flat]
     rows = [
         (i, t, scorer.submit(flat[i][1], t.text))
-        for i, _, t in sampled(engine, encoder, prompts, samples, sampling, seeds)
+        for i, _, t in sample_mode(mode, engine, encoder, questions, samples, sampling, seeds, helpers)
     ]
     correct, scored = [0] * len(flat), [0] * len(flat)
     lengths: dict[str, list[int]] = {name: [] for name in problems}
@@ -118,6 +124,7 @@ def evaluate(
             float(np.mean(cut[name])) if at else 0.0,
         )
     settings = {
+        "mode": mode,
         "samples": samples,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

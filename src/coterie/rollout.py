@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coterie.config import RolloutConfig
+from coterie.helpers.dialogue import DialogueStart, run_dialogues
+from coterie.helpers.mixing import solo_count
 from coterie.rng import derive
 from coterie.types import Group, Problem, Sample, Sampling, Segment, Source, StopReason, Trajectory
 
 if TYPE_CHECKING:
     from coterie.engines.base import Engine
+    from coterie.helpers.roles import HelperSet
     from coterie.prompting import PromptEncoder
     from coterie.tasks.scoring import Score, Scorer
 
@@ -47,31 +50,59 @@ def rollout(
     author: str,
     version: int,
     seed: int,
+    helpers: HelperSet | None = None,
 ) -> Rollout:
     """Sample ``cfg.group_size`` answers to each problem and score them.
 
-    Every random number depends on ``seed`` and the problem's place, never on batching. Problems whose prompt is too long
-    are dropped and counted; prompts are never cut.
+    With ``helpers``, the last answers of each group are sampled under the tagged prompt and may ask them; how many is a
+    matter of the schedule and of ``version``. Every random number depends on ``seed`` and the problem's place, never on
+    batching. Problems whose prompt is too long are dropped and counted; prompts are never cut.
     """
-    prompts = [encoder.prompt_ids(p.prompt) for p in problems]
-    kept = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.max_prompt_tokens]
-    done: list[list[tuple[Trajectory, Future[Score]]]] = [[] for _ in kept]
-    sampling = training_sampling(cfg)
-    seeds = [derive(seed, "sample", i) for i in kept]
-    rows = sampled(engine, encoder, [prompts[i] for i in kept], cfg.group_size, sampling, seeds)
-    order: list[list[int]] = [[] for _ in kept]
+    prompts = [_prompts(p, encoder, helpers) for p in problems]
+    kept = [i for i, ids in enumerate(prompts) if max(map(len, ids)) <= cfg.max_prompt_tokens]
+    rows = _rows(engine, encoder, [(problems[i], *prompts[i]) for i in kept], cfg, version, seed, helpers)
+    done: list[dict[int, tuple[Trajectory, Future[Score] | None]]] = [{} for _ in kept]
     for k, j, trajectory in rows:
-        done[k].append((trajectory, scorer.submit(problems[kept[k]], trajectory.text)))
-        order[k].append(j)
+        score = None if trajectory.failed else scorer.submit(problems[kept[k]], trajectory.text)
+        done[k][j] = (trajectory, score)
     outcomes: dict[str, int] = {}
     groups = []
     for k, i in enumerate(kept):
-        in_order = [done[k][at] for at in np.argsort(order[k])]
-        scored = tuple(_scored(t, f, outcomes) for t, f in in_order)
-        groups.append(
-            Group(f"{author[:16]}-{version}-{seed:x}-{i}", problems[i], author, version, encoder.tokenizer_hash, scored)
-        )
+        scored = tuple(_scored(*done[k][j], outcomes) for j in sorted(done[k]))
+        name = f"{author[:16]}-{version}-{seed:x}-{i}"
+        groups.append(Group(name, problems[i], author, version, encoder.tokenizer_hash, scored))
     return Rollout(groups, len(problems) - len(kept), outcomes)
+
+
+def _prompts(problem: Problem, encoder: PromptEncoder, helpers: HelperSet | None) -> tuple[list[int], list[int]]:
+    """Ids of the plain prompt and of the one that speaks of helpers (the plain one again without helpers)."""
+    plain = encoder.prompt_ids(problem.prompt)
+    return plain, helpers.prompt_ids(problem.prompt) if helpers is not None else plain
+
+
+def _rows(
+    engine: Engine,
+    encoder: PromptEncoder,
+    asked: Sequence[tuple[Problem, list[int], list[int]]],
+    cfg: RolloutConfig,
+    version: int,
+    seed: int,
+    helpers: HelperSet | None,
+) -> Iterator[tuple[int, int, Trajectory]]:
+    """Solo rows, then helped ones (while a helper is up), as they finish."""
+    sampling = training_sampling(cfg)
+    solo = cfg.group_size
+    if helpers is not None and helpers.available():
+        solo = solo_count(helpers.cfg, cfg.group_size, version)
+    seeds = [derive(seed, "sample", i) for i in range(len(asked))]
+    yield from sampled(engine, encoder, [plain for _, plain, _ in asked], solo, sampling, seeds)
+    if helpers is not None and solo < cfg.group_size:
+        starts = [
+            DialogueStart(p.prompt, tagged, derive(seed, "helped", i), cfg.group_size - solo)
+            for i, (p, _, tagged) in enumerate(asked)
+        ]
+        for i, j, trajectory in run_dialogues(engine, starts, helpers, sampling):
+            yield i, solo + j, trajectory
 
 
 def sampled(
@@ -100,7 +131,9 @@ def _trajectory(prompt: Sequence[int], sample: Sample, encoder: PromptEncoder, t
     )
 
 
-def _scored(trajectory: Trajectory, future: Future[Score], outcomes: dict[str, int]) -> Trajectory:
+def _scored(trajectory: Trajectory, future: Future[Score] | None, outcomes: dict[str, int]) -> Trajectory:
+    if future is None:
+        return trajectory
     score = future.result()
     outcomes[score.outcome] = outcomes.get(score.outcome, 0) + 1
     return replace(trajectory, reward=score.reward)

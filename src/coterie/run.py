@@ -15,10 +15,13 @@ from coterie.config import Config
 from coterie.console import RunConsole
 from coterie.engines.torch import TorchEngine
 from coterie.errors import UserError
+from coterie.helpers.roles import build_helpers
 from coterie.policy import Policy
 from coterie.rng import derive
 from coterie.rundir import RunDir
 from coterie.sft import SupervisedTrainer
+from coterie.swarm.build import open_node
+from coterie.swarm.memory import MemoryHub
 from coterie.tasks.scoring import Scorer
 from coterie.tasks.taskset import build_tasks
 from coterie.tracking import Tracker, transcript
@@ -53,8 +56,8 @@ def check(cfg: Config) -> None:
 
 
 @contextmanager
-def build(cfg: Config) -> Iterator[Trainer]:
-    """All parts of a node, closed in the right order whatever happens."""
+def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
+    """All parts of a node, closed in the right order whatever happens. ``hub``: where nodes of one process meet."""
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     torch.manual_seed(derive(cfg.seed, "torch") % 2**31)
     with ExitStack() as stack:
@@ -62,7 +65,10 @@ def build(cfg: Config) -> Iterator[Trainer]:
         scorer = stack.enter_context(Scorer(cfg.scoring))
         policy = Policy.load(cfg.model, seed=cfg.seed, optim=cfg.optim)
         engine = TorchEngine(policy, token_budget=cfg.rollout.token_budget)
-        yield TRAINERS[cfg.method](cfg, policy, engine, tasks, scorer)
+        node = open_node(cfg, encoder=policy.encoder, problem_of=tasks.problem_from_id, score=scorer.score, hub=hub)
+        stack.callback(node.close)
+        helpers = stack.enter_context(build_helpers(cfg, policy.encoder, policy)) if cfg.helpers.roles else None
+        yield TRAINERS[cfg.method](cfg, policy, engine, tasks, scorer, node, helpers)
 
 
 def train(cfg: Config, *, quiet: bool = False) -> Summary:
@@ -88,6 +94,8 @@ def train(cfg: Config, *, quiet: bool = False) -> Summary:
         while trainer.step < cfg.steps:
             metrics, groups = trainer.train_step()
             metrics |= _held_out(trainer, groups)
+            if "eval/accuracy" in metrics:
+                trainer.node.feedback(metrics["eval/accuracy"], metrics["policy/kl_to_start"])
             tracker.log(trainer.step, metrics)
             tracker.transcripts(trainer.step, [transcript(g, trainer.policy.encoder) for g in groups])
             console.row(trainer.step, metrics)
@@ -108,7 +116,7 @@ def _held_out(trainer: Trainer, groups: list[Group]) -> dict[str, float]:
 
 def save(trainer: Trainer, run: RunDir) -> None:
     """Everything the next step depends on. Randomness needs no state: it is derived from seed, step and purpose."""
-    state: dict[str, Any] = {"node": trainer.node.state_dict()}
+    state: dict[str, Any] = {"node": trainer.node.state_dict(), "quiet_steps": trainer.guard.quiet}
     save_checkpoint(
         run.checkpoints,
         Checkpoint(trainer.step, trainer.policy.weights(), trainer.policy.optimizer_state(), state),
@@ -125,6 +133,7 @@ def resume(trainer: Trainer, run: RunDir, console: RunConsole) -> None:
     trainer.policy.load_weights(found.weights)
     trainer.policy.load_optimizer_state(found.optimizer)
     trainer.node.load_state_dict(found.state["node"])
+    trainer.guard.quiet = int(found.state["quiet_steps"])
     trainer.step = found.step
     run.rewind(found.step + 1)
     console.note(f"resumed {run.path} at step {found.step} of {trainer.cfg.steps}")

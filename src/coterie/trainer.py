@@ -23,12 +23,16 @@ from coterie.batching import Batch, collate, micro_batches
 from coterie.config import Config
 from coterie.engines.base import Engine
 from coterie.evaluation import Evaluation, evaluate
+from coterie.helpers.metrics import helper_metrics
+from coterie.helpers.mixing import CollapseGuard, too_many_failed
+from coterie.helpers.roles import HelperSet
 from coterie.loss_metrics import loss_metrics
 from coterie.losses import policy_loss, zero_advantages_are_silent
 from coterie.policy import Policy, StepResult
 from coterie.rng import derive
 from coterie.rollout import Rollout, rollout, rollout_metrics, training_sampling
 from coterie.swarm.node import Node, SoloNode
+from coterie.tasks.extract import extract_answer
 from coterie.tasks.scoring import Scorer
 from coterie.tasks.taskset import TaskSet
 from coterie.types import Group
@@ -44,7 +48,11 @@ class Trainer:
     tasks: TaskSet
     scorer: Scorer
     node: Node = field(default_factory=SoloNode)
+    helpers: HelperSet | None = None
     step: int = 0
+
+    def __post_init__(self) -> None:
+        self.guard = CollapseGuard(self.cfg.helpers.collapse_steps)
 
     def train_step(self) -> tuple[dict[str, float], list[Group]]:
         """One round of the loop. Returns its metrics and the node's own groups."""
@@ -56,6 +64,8 @@ class Trainer:
         shared = time.perf_counter()
         own = self._select_own(result.groups)
         metrics = rollout_metrics(result, self.cfg.rollout.group_size) | self.node.metrics()
+        if self.helpers is not None:
+            metrics |= helper_metrics(result.groups, extract=extract_answer) | self.guard.update(result.groups)
         metrics |= {"update/own_groups": float(len(own)), "update/peer_groups": float(len(peers))}
         metrics |= self._update(self._batch(own + peers))
         end = time.perf_counter()
@@ -89,6 +99,7 @@ class Trainer:
                     author=self.node.author,
                     version=self.step,
                     seed=seed,
+                    helpers=self.helpers,
                 )
             )
             kept += [g for g in rounds[-1].groups if g.informative]
@@ -97,10 +108,10 @@ class Trainer:
         return rounds[0] if len(rounds) == 1 else _joined(rounds)
 
     def _select_own(self, groups: list[Group]) -> list[Group]:
-        """The peers' filter, applied to own groups where asked, so that filter and sharing can be told apart."""
-        if self.cfg.swarm.own_selection == "all":
-            return groups
-        return [g for g in groups if g.informative]
+        """Leave out groups that lost too much to helper failures and, where asked, apply the peers' filter to own groups,
+        so that filter and sharing can be told apart."""
+        kept = [g for g in groups if not too_many_failed(g.trajectories, self.cfg.helpers.max_failed)]
+        return kept if self.cfg.swarm.own_selection == "all" else [g for g in kept if g.informative]
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
         """The step's batch. Rows without signal are left out where every term of the loss is a multiple of the advantage."""
