@@ -71,39 +71,73 @@ def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
         yield TRAINERS[cfg.method](cfg, policy, engine, tasks, scorer, node, helpers)
 
 
-def train(cfg: Config, *, quiet: bool = False) -> Summary:
-    """Run ``cfg`` to its last step; an unfinished run in the same directory is continued.
+class Run:
+    """One run in its directory: resumed where it stopped, advanced step by step. A context manager.
 
     Raises:
         UserError: config or run directory cannot be used as asked.
         CoterieError: the disk refuses; the last checkpoint is intact.
     """
-    check(cfg)
-    with ExitStack() as stack:
-        run = RunDir(cfg)
-        stack.callback(run.close)
-        trainer = stack.enter_context(build(cfg))
-        tracker = stack.enter_context(Tracker(cfg, run))
-        console = stack.enter_context(RunConsole(cfg.steps, quiet=quiet, every=max(1, cfg.steps // 20)))
-        resume(trainer, run, console)
-        metrics: dict[str, float] = {}
-        if trainer.step == 0:
-            metrics = trainer.evaluate().metrics()
-            tracker.log(0, metrics)
-            console.row(0, metrics)
-        while trainer.step < cfg.steps:
-            metrics, groups = trainer.train_step()
-            metrics |= _held_out(trainer, groups)
-            if "eval/accuracy" in metrics:
-                trainer.node.feedback(metrics["eval/accuracy"], metrics["policy/kl_to_start"])
-            tracker.log(trainer.step, metrics)
-            tracker.transcripts(trainer.step, [transcript(g, trainer.policy.encoder) for g in groups])
-            console.row(trainer.step, metrics)
-            if trainer.step % cfg.checkpoint.every == 0 or trainer.step == cfg.steps:
-                save(trainer, run)
-        trainer.policy.save_pretrained(run.path / "model")
-        run.finish()
-        return Summary(run.path, trainer.step, metrics)
+
+    def __init__(self, cfg: Config, *, quiet: bool = False, hub: MemoryHub | None = None) -> None:
+        check(cfg)
+        self.cfg = cfg
+        self.metrics: dict[str, float] = {}
+        with ExitStack() as stack:
+            self.dir = RunDir(cfg)
+            stack.callback(self.dir.close)
+            self.trainer = stack.enter_context(build(cfg, hub))
+            self._tracker = stack.enter_context(Tracker(cfg, self.dir))
+            self._console = stack.enter_context(RunConsole(cfg.steps, quiet=quiet, every=max(1, cfg.steps // 20)))
+            resume(self.trainer, self.dir, self._console)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    @property
+    def done(self) -> bool:
+        return self.trainer.step >= self.cfg.steps
+
+    def begin(self) -> None:
+        """The evaluation before training (line 0 of the metrics), unless the run was resumed."""
+        if self.trainer.step == 0:
+            self._log(self.trainer.evaluate().metrics())
+
+    def advance(self) -> None:
+        """One training step: log it, evaluate and save when due."""
+        trainer, cfg = self.trainer, self.cfg
+        metrics, groups = trainer.train_step()
+        metrics |= _held_out(trainer, groups)
+        if "eval/accuracy" in metrics:
+            trainer.node.feedback(metrics["eval/accuracy"], metrics["policy/kl_to_start"])
+        self._log(metrics)
+        self._tracker.transcripts(trainer.step, [transcript(g, trainer.policy.encoder) for g in groups])
+        if trainer.step % cfg.checkpoint.every == 0 or self.done:
+            save(trainer, self.dir)
+
+    def finish(self) -> Summary:
+        """Write the trained model in Hugging Face format and mark the run as finished."""
+        self.trainer.policy.save_pretrained(self.dir.path / "model")
+        self.dir.finish()
+        return Summary(self.dir.path, self.trainer.step, self.metrics)
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        self.metrics = metrics
+        self._tracker.log(self.trainer.step, metrics)
+        self._console.row(self.trainer.step, metrics)
+
+
+def train(cfg: Config, *, quiet: bool = False) -> Summary:
+    """Run ``cfg`` to its last step; an unfinished run in the same directory is continued (raises as :class:`Run`)."""
+    with Run(cfg, quiet=quiet) as run:
+        run.begin()
+        while not run.done:
+            run.advance()
+        return run.finish()
 
 
 def _held_out(trainer: Trainer, groups: list[Group]) -> dict[str, float]:
