@@ -60,6 +60,22 @@ def test_a_wrong_first_guess_is_corrected() -> None:
     assert 0.5 * 12 / 800 < listener.fraction < 2 * 12 / 800
 
 
+def test_a_flood_of_refused_messages_does_not_make_a_node_deaf() -> None:
+    rng = random.Random(0)
+    listener = Listener(rng)
+    heard = 0
+    for step in range(60):
+        honest = sum(covers(listener.prefixes, random_leaf(rng)) for _ in range(12))
+        flood = sum(covers(listener.prefixes, random_leaf(rng)) for _ in range(60))
+        heard += honest if step >= 20 else 0
+        listener.update(honest + flood, 12, wasted=flood / max(1, honest + flood))
+    assert heard / 40 > 9  # of 12
+    for _ in range(60):  # a flood 100 times the honest traffic is not taken whole
+        flood = sum(covers(listener.prefixes, random_leaf(rng)) for _ in range(1200))
+        listener.update(flood, 12, wasted=1.0)
+    assert flood < 2 * 8 * 12
+
+
 def test_memory_hub_delivers_to_others_only_and_drops_the_oldest() -> None:
     hub = MemoryHub(capacity=3)
     a, b = hub.join(), hub.join()

@@ -16,6 +16,7 @@ class Request:
     messages: int  # about so many would be welcome: sets how much of the swarm's traffic is listened to
     byte_cap: int  # longer messages are dropped unread
     wait_s: float = 0.0  # at most so long, and only if nothing has arrived
+    wasted: float = 0.0  # share of the last collect's frames that were refused: the rest is what counts as welcome
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class MemoryExchange:
         self._hub, self._number, self._rng = hub, number, rng
         self._inbox: deque[bytes] = deque(maxlen=hub.capacity)
         self.listener = Listener(rng)
+        self._arrived: int | None = None  # at the last collect
         self._bytes = 0
         self._lost = 0
 
@@ -62,10 +63,12 @@ class MemoryExchange:
             self._hub.send(self._number, random_leaf(self._rng), frame)
 
     def collect(self, request: Request) -> list[bytes]:
+        if self._arrived is not None:
+            self.listener.update(self._arrived, request.messages, request.wasted)
         out: list[bytes] = []
         while self._inbox:
             out.append(self._inbox.popleft())
-        self.listener.update(len(out), request.messages)
+        self._arrived = len(out)
         return out[-4 * request.messages :]
 
     def status(self) -> Status:

@@ -72,6 +72,7 @@ class NetworkExchange:
         self._counted_at = float("-inf")
         self._cause = f"no relay answers at {self._where}"
         self._refused = False
+        self._arrived: int | None = None  # at the last collect
         self._bytes = self._messages = 0
         self._closing = threading.Event()
         self._opened = threading.Event()
@@ -96,15 +97,15 @@ class NetworkExchange:
         if not self._ready():
             return []
         self._count(request)
-        if not self._rings:
-            self._subscribe(request)
+        if self._arrived is not None:
+            self.listener.update(self._arrived, request.messages, request.wasted)
+        self._subscribe(request)
         deadline = time.monotonic() + request.wait_s
         out = self._drain(request.byte_cap)
         while not out and time.monotonic() < deadline:
             time.sleep(0.01)
             out = self._drain(request.byte_cap)
-        self.listener.update(len(out), request.messages)
-        self._subscribe(request)
+        self._arrived = len(out)
         if len(out) > 4 * request.messages:
             out = self._rng.sample(out, 4 * request.messages)
         return out

@@ -137,6 +137,7 @@ class SwarmNode:
         self._seq = 0
         self._published = self._sent_bytes = 0
         self._used_at = -(10**9)
+        self._wasted = 0.0
         self._last: dict[str, float] = {}
         self._counts = Counter[str]()
 
@@ -180,11 +181,12 @@ class SwarmNode:
         self._counts.clear()
         if wanted > 0:
             deadline = start + self.cfg.collect_s
-            request = Request(_MARGIN * wanted, self.cfg.message_bytes + 64, self.cfg.wait_s)
+            request = Request(_MARGIN * wanted, self.cfg.message_bytes + 64, self.cfg.wait_s, self._wasted)
             frames = self.exchange.collect(request)
             self._counts["received"] = len(frames)
             self.pool.expire(self._now)
             self._intake(frames, deadline, request.messages)
+            self._wasted = 1.0 - self._counts["accepted"] / len(frames) if frames else 0.0
             chosen = self._choose(wanted, self._seed * 1_000_003 + step, deadline)
         for g in chosen:
             self.pool.remove(g.id, "used")

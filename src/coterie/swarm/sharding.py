@@ -12,6 +12,7 @@ import random
 
 LEVELS = 4
 BASE = 16
+_FLOOD = 8.0
 _DIGITS = "0123456789abcdef"
 Prefix = str  # hex digits, e.g. "a3": the subtree g/a/3/**
 
@@ -64,7 +65,8 @@ class Listener:
     """Chooses the subtrees to listen to, step by step, so that about ``wanted`` messages arrive per step.
 
     The fraction starts from the size of the swarm (``wanted / (nodes * published)``) and is then corrected by what
-    arrives, with a bounded step, whoever is fast or slow.
+    arrives, with a bounded step, whoever is fast or slow. Refused messages do not count as arrived, so that a flood does not
+    make a node deaf to others; but it never takes more than ``_FLOOD`` times what it wants, whatever that costs it.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -80,9 +82,10 @@ class Listener:
         self._mean = None
         self.prefixes = redraw(set(), self.fraction, self._rng)
 
-    def update(self, arrived: int, wanted: float) -> None:
-        """One step has brought ``arrived`` messages."""
-        self._mean = float(arrived) if self._mean is None else 0.75 * self._mean + 0.25 * arrived
+    def update(self, arrived: int, wanted: float, wasted: float = 0.0) -> None:
+        """One step has brought ``arrived`` messages, of which a share ``wasted`` was refused."""
+        useful = max(arrived * (1.0 - wasted), arrived / _FLOOD)
+        self._mean = useful if self._mean is None else 0.75 * self._mean + 0.25 * useful
         ratio = wanted / max(self._mean, 0.25)
         step = min(1.25, max(0.8, ratio)) if abs(ratio - 1) > 0.2 else 1.0
         self._mean *= step
