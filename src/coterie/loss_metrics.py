@@ -120,10 +120,10 @@ def _clipping(name: str, tokens: Tokens, cfg: LossConfig) -> dict[str, Tensor]:
     low, high = (cfg.ext_clip_low, cfg.ext_clip_high) if kind == "aipo" else (cfg.clip_low, cfg.clip_high)
     log_ratio = (tokens.logprobs - tokens.mu if kind == "ppo_is" else tokens.log_ratio).detach()  # [B, T]
     ratio, a = bounded_exp(log_ratio), tokens.advantages  # [B, T]
-    counted = tokens.known if kind == "ppo_is" else torch.ones_like(tokens.known)  # [B, T]
+    unweighed = ~tokens.known & (kind == "ppo_is")  # [B, T] left out of the loss, so not clipped (and never above 1)
     return {
-        "clip_high": ((a > 0) & (ratio > 1 + high) & counted).to(a.dtype),  # [B, T]
-        "clip_low": ((a < 0) & (ratio < 1 - low) & counted).to(a.dtype),  # [B, T]
+        "clip_high": ((a > 0) & (ratio > 1 + high)).to(a.dtype),  # [B, T]
+        "clip_low": ((a < 0) & (ratio < 1 - low) & ~unweighed).to(a.dtype),  # [B, T]
     }
 
 

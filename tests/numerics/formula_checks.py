@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from loss_cases import Row, Stats, build, full
 from torch import Tensor
 
+import coterie.losses
 from coterie.config import LossConfig
 from coterie.types import Group, Problem, Source, StopReason, Trajectory
 
@@ -302,8 +304,110 @@ def value_regression(m: ModuleType) -> None:
     close(torch.autograd.grad(loss, values)[0], [[0.0, -0.875, 0.0]])
 
 
+# --- loss_metrics.py --------------------------------------------------------------------------------------------------
+
+
+def metrics(m: ModuleType) -> None:
+    """One own row (ratios 2 and 1, A = 1), one helper token each with rho0 = 1/4 and 1, one peer token, A = -1.
+
+    All have p = 1/2 now; vocabulary of two equal symbols, so sum_sq = 1/2 and the logit norm is sqrt(1/2).
+    """
+    half, quarter = math.log(0.5), math.log(0.25)
+    batch = build(
+        [
+            Row("cpphh", 1.0, mu=[0, half, half, 0.0, half]),
+            Row("cp", -1.0, "you", mu=quarter),
+        ]
+    )
+    lp = full(batch, half, grad=True)
+    old = full(batch, half)
+    old[0, 1] = quarter  # own ratio 2, above 1.28: clipped
+    old[0, 3] = quarter
+    cfg = LossConfig(external_loss="aipo", peer_loss="truncated_is", c_min=0.3, c_max=1.0, ext_clip_high=2.0)
+    with patch.object(coterie.losses, "diagnostics", m.diagnostics):
+        out = coterie.losses.policy_loss(Stats(lp, full(batch, math.log(2)), full(batch, 0.5)), batch, cfg, old)
+    got = m.loss_metrics([out])
+    want = {
+        "loss/trained_tokens": 5,
+        "loss/own/tokens": 2,
+        "loss/own/ratio": 1.5,
+        "loss/own/clip_high": 0.5,
+        "loss/own/clip_low": 0,
+        "loss/own/kl_old": (2 - 1 - math.log(2)) / 2,
+        "loss/own/nll": math.log(2),
+        "loss/own/entropy": math.log(2),
+        "loss/own/behavior_gap": math.log(2) / 2,
+        # Gradients in units of 1/3: own 0 (clipped) and 1; helper 0.3 * 2 and 1 * 1; peer: c = min(2, 1).
+        "loss/own/gradient_share": 1 / 3.6,
+        "loss/helper/gradient_share": 1.6 / 3.6,
+        "loss/peer/gradient_share": 1 / 3.6,
+        "loss/helper/ratio": 1.5,
+        "loss/helper/floored": 0.5,
+        "loss/helper/capped": 0,
+        "loss/helper/coefficient": 0.8,
+        "loss/helper/unknown": 0,
+        "loss/helper/behavior_k1": math.log(4) / 2,
+        "loss/helper/behavior_k3": (0.25 - 1 + math.log(4)) / 2,
+        "loss/helper/ess": 1.25**2 / (2 * (1 + 1 / 16)),
+        "loss/helper/bias": (0.3 - 0.25) * 2 / 1.6,
+        "loss/peer/capped": 1,
+        "loss/peer/coefficient": 1,
+        "loss/peer/ess": 1,
+        "loss/peer/bias": 1.0,  # pushes 1 where importance sampling would push 2
+        "loss/peer/clip_low": 0,
+        "loss/total": (-1.28 - 1 - 0.6 - 1 + 1) / 3,
+    }
+    close([got[k] for k in want], list(want.values()))
+
+
+def clip_metrics(m: ModuleType) -> None:
+    """A = -1, ratio 1/2 for own and peer; under ppo_is the ratio that clips is p / mu = 2 (not low), unknown mu never."""
+    half = math.log(0.5)
+    rows = [Row("cp", -1.0), Row("cp", -1.0, "you", mu=math.log(0.25)), Row("cp", -1.0, "you", mu=math.nan)]
+    batch = build(rows)
+    with patch.object(coterie.losses, "diagnostics", m.diagnostics):
+        out = coterie.losses.policy_loss(
+            Stats(full(batch, half)), batch, LossConfig(peer_loss="ppo_is"), full(batch, 0.0)
+        )
+    got = m.loss_metrics([out])
+    close([got["loss/own/clip_low"], got["loss/peer/clip_low"], got["loss/peer/clip_high"]], [1, 0, 0])
+    close([got["loss/peer/unknown"], got["loss/own/ratio"]], [0.5, 0.5])
+
+
+def metrics_of_unlike_tokens(m: ModuleType) -> None:
+    """Peer tokens with A = -2, 2, 2, 2 and p = pi_old = 0.1, 0.1, 0.5, 0.5: rho0 = 0.1, 0.1, 1, 1; c = 0.1, 0.2, 1, 1.
+
+    One of four is floored; mean coefficient weighted by |A|: 2.3 / 4. The own token, A = 1, p = 0.5, norm sqrt(0.5);
+    rare tokens have norm sqrt(1 - 0.2 + 0.82) = sqrt(1.62). Pushes (over 5 tokens): own 1, peers 0.2, 0.4, 2, 2.
+    """
+    rare, half = math.log(0.1), math.log(0.5)
+    rows = [Row("cp", 1.0, mu=half)] + [
+        Row("cp", a, "you", mu=mu) for a, mu in ((-2, 0.0), (2, 0.0), (2, half), (2, half))
+    ]
+    batch = build(rows)
+    lp = torch.tensor([[0, half], [0, rare], [0, rare], [0, half], [0, half]], requires_grad=True)
+    sum_sq = torch.tensor([[0, 0.5], [0, 0.82], [0, 0.82], [0, 0.5], [0, 0.5]])
+    with patch.object(coterie.losses, "diagnostics", m.diagnostics):
+        cfg = LossConfig(peer_loss="aipo")
+        out = coterie.losses.policy_loss(Stats(lp, None, sum_sq), batch, cfg, lp.detach())
+    got = m.loss_metrics([out])
+    own, peers = 0.5**0.5, 0.6 * 1.62**0.5 + 4 * 0.5**0.5
+    close(got["loss/peer/floored"], 1 / 4)
+    close(got["loss/peer/coefficient"], 2.3 / 4)
+    close(got["loss/own/gradient_share"], own / (own + peers))
+
+
+def metrics_absurd_peer(m: ModuleType) -> None:
+    """One impossible recorded log-prob counts as a log ratio of 20, not 1e30."""
+    batch = build([Row("cpp", 1.0, "you", mu=[0.0, -1e30, -1.0])])
+    with patch.object(coterie.losses, "diagnostics", m.diagnostics):
+        out = coterie.losses.policy_loss(Stats(full(batch, -1.0)), batch, LossConfig(), full(batch, -1.0))
+    close(m.loss_metrics([out])["loss/peer/behavior_gap"], 10.0)
+
+
 EXTERNAL = (clipped, bounded, recorded, positive, tapered, truncated, aipo, ppo_is, luffy)
 LOSSES = (gspo_ratio, kl, weights, provenance, every_treatment, kl_in_loss, row_weights)
 ADVANTAGES = (advantage_kinds, advantage_unusable, advantage_baselines, informative_share)
 STATS = (pass_at_k, wilson, clustered, student, paired, holm)
 VALUE = (gae_by_hand, gae_extremes, value_regression)
+METRICS = (metrics, clip_metrics, metrics_of_unlike_tokens, metrics_absurd_peer)

@@ -17,6 +17,7 @@ import pytest
 
 import coterie.advantages
 import coterie.external
+import coterie.loss_metrics
 import coterie.losses
 import coterie.stats
 import coterie.value
@@ -25,6 +26,7 @@ Check = Callable[[ModuleType], None]
 CHECKS: dict[ModuleType, tuple[Check, ...]] = {
     coterie.external: formula_checks.EXTERNAL,
     coterie.losses: formula_checks.LOSSES,
+    coterie.loss_metrics: formula_checks.METRICS,
     coterie.advantages: formula_checks.ADVANTAGES,
     coterie.stats: formula_checks.STATS,
     coterie.value: formula_checks.VALUE,
@@ -106,6 +108,25 @@ MUTATIONS: list[tuple[ModuleType, str, str]] = [
     (coterie.value, "torch.maximum((values", "torch.minimum((values"),
     (coterie.value, "(near - returns).square()) / 2", "(near - returns).square())"),
     (coterie.value, "(values - old).clamp(-clip, clip)", "(values - old)"),
+    (coterie.loss_metrics, "torch.where(weight > 0, push.abs() / weight,", "torch.where(weight > 0, push.abs(),"),
+    (coterie.loss_metrics, "(1 - 2 * tokens.logprobs", "(1 - tokens.logprobs"),
+    (coterie.loss_metrics, "push + weight * rho0 * ratio * a", "push + weight * rho0 * a"),
+    (coterie.loss_metrics, "push + weight * rho0 * ratio * a", "push + weight * ratio * a"),
+    (coterie.loss_metrics, "ratio - 1 - (lp - old)", "ratio - 1"),
+    (coterie.loss_metrics, "rho0 - 1 - gap", "rho0 - 1"),
+    (coterie.loss_metrics, '"k1": -gap', '"k1": gap'),
+    (coterie.loss_metrics, "(a > 0) & (used < cfg.c_min)", "(used < cfg.c_min)"),
+    (coterie.loss_metrics, "(used < cfg.c_min)", "(used > cfg.c_min)"),
+    (coterie.loss_metrics, "(used > cfg.c_max)", "(used > 2 * cfg.c_max)"),
+    (coterie.loss_metrics, "gap = gap.clamp(-MAX_LOG, MAX_LOG)", "gap = gap"),
+    (coterie.loss_metrics, 'tokens.logprobs - tokens.mu if kind == "ppo_is" else tokens.log_ratio', "tokens.log_ratio"),
+    (coterie.loss_metrics, " & ~unweighed", ""),
+    (coterie.loss_metrics, "(a > 0) & (ratio > 1 + high)", "(ratio > 1 + high)"),
+    (coterie.loss_metrics, "(a < 0) & (ratio < 1 - low)", "(a > 0) & (ratio < 1 - low)"),
+    (coterie.loss_metrics, 's["w"] ** 2 / (known * s["w2"])', 's["w"] ** 2 / s["w2"]'),
+    (coterie.loss_metrics, "1 - known / n", "known / n"),
+    (coterie.loss_metrics, 's["coef"] / s["abs_a"]', 's["coef"] / n'),
+    (coterie.loss_metrics, 's["grad"] / all_grad', 's["grad"]'),
 ]
 
 

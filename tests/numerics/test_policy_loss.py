@@ -256,57 +256,6 @@ def test_missing_parts_are_refused() -> None:
         policy_loss(Stats(lp), batch, LossConfig(), lp[:, :1])
 
 
-def test_metrics_by_hand() -> None:
-    """One own row (ratios 2 and 1, A = 1), one helper token each with rho0 = 1/4 and 1, one peer token, A = -1.
-
-    All have p = 1/2 now; vocabulary of two equal symbols, so sum_sq = 1/2 and the logit norm is sqrt(1/2).
-    """
-    half, quarter = math.log(0.5), math.log(0.25)
-    batch = build(
-        [
-            Row("cpphh", 1.0, mu=[0, half, half, 0.0, half]),
-            Row("cp", -1.0, "you", mu=quarter),
-        ]
-    )
-    lp = full(batch, half, grad=True)
-    old = full(batch, half)
-    old[0, 1] = quarter  # own ratio 2, above 1.28: clipped
-    old[0, 3] = quarter
-    cfg = LossConfig(external_loss="aipo", peer_loss="truncated_is", c_min=0.3, c_max=1.0, ext_clip_high=2.0)
-    m = policy_loss(Stats(lp, full(batch, math.log(2)), full(batch, 0.5)), batch, cfg, old).metrics
-    want = {
-        "loss/trained_tokens": 5,
-        "loss/own/tokens": 2,
-        "loss/own/ratio": 1.5,
-        "loss/own/clip_high": 0.5,
-        "loss/own/clip_low": 0,
-        "loss/own/kl_old": (2 - 1 - math.log(2)) / 2,
-        "loss/own/nll": math.log(2),
-        "loss/own/entropy": math.log(2),
-        "loss/own/behavior_gap": math.log(2) / 2,
-        # Gradients in units of 1/3: own 0 (clipped) and 1; helper 0.3 * 2 and 1 * 1; peer: c = min(2, 1).
-        "loss/own/gradient_share": 1 / 3.6,
-        "loss/helper/gradient_share": 1.6 / 3.6,
-        "loss/peer/gradient_share": 1 / 3.6,
-        "loss/helper/ratio": 1.5,
-        "loss/helper/floored": 0.5,
-        "loss/helper/capped": 0,
-        "loss/helper/coefficient": 0.8,
-        "loss/helper/unknown": 0,
-        "loss/helper/behavior_k1": math.log(4) / 2,
-        "loss/helper/behavior_k3": (0.25 - 1 + math.log(4)) / 2,
-        "loss/helper/ess": 1.25**2 / (2 * (1 + 1 / 16)),
-        "loss/helper/bias": (0.3 - 0.25) * 2 / 1.6,
-        "loss/peer/capped": 1,
-        "loss/peer/coefficient": 1,
-        "loss/peer/ess": 1,
-        "loss/peer/bias": 1.0,  # pushes 1 where importance sampling would push 2
-        "loss/peer/clip_low": 0,
-        "loss/total": (-1.28 - 1 - 0.6 - 1 + 1) / 3,
-    }
-    assert {k: m[k] for k in want} == pytest.approx(want, abs=1e-5)
-
-
 def test_entropy_after_help_counts_own_tokens_behind_a_helper_token() -> None:
     batch = build([Row("cpphp"), Row("cp")])
     entropy = torch.arange(10.0).view(2, 5)
