@@ -120,6 +120,8 @@ def evaluates_text(name: str) -> bool:
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.Call):
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            if called == "compile" and isinstance(node.func, ast.Attribute):
+                continue  # re.compile
             if called in EVALUATING_CALLS and not _is_module_function(module, called):
                 return True
     return False
