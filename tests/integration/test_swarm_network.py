@@ -1,0 +1,167 @@
+"""The network exchange with real relays and processes on loopback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import swarm_kit as kit
+from swarm_processes import Worker, free_port, wait_for
+
+from coterie.errors import CoterieError, UserError
+from coterie.swarm.exchange import Request
+from coterie.swarm.network import NetworkExchange, read_swarm
+from coterie.swarm.relay import Relay
+from coterie.swarm.zenoh_config import Security
+
+ASK = Request(12, 262_144, 3.0)
+SERVE = "from coterie.swarm.relay import *; serve(Relay(('tcp/127.0.0.1:{}',)), print)"
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def relay(port: int) -> Iterator[Relay]:
+    with Relay((f"tcp/127.0.0.1:{port}",)) as r:
+        yield r
+
+
+def exchange(port: int, number: int, **settings: object) -> NetworkExchange:
+    return NetworkExchange("swarm", kit.person(number), (f"tcp/127.0.0.1:{port}",), **settings)  # type: ignore[arg-type]
+
+
+def start_relay(port: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", SERVE.format(port)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline().startswith(b"relay:")
+    return process
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_two_nodes_meet_at_a_relay_and_bursts_pass_its_rate_limit(relay: Relay, port: int) -> None:
+    a, b = exchange(port, 1), exchange(port, 2)
+    assert b.collect(Request(12, 262_144)) == [] and a.collect(Request(12, 262_144)) == []
+    a.publish([bytes([i]) * 1000 for i in range(12)])
+    got: list[bytes] = []
+    wait_for(lambda: got.extend(b.collect(Request(12, 262_144))) or len(got) == 12, 5)
+    assert sorted(g[0] for g in got) == list(range(12))
+    assert a.collect(Request(12, 262_144)) == []  # own messages do not come back
+    assert b.status().nodes == 2 and b.status().link == "up"
+    a.close()
+    b.close()
+
+
+def test_messages_over_the_cap_are_dropped_at_the_relay_and_at_the_node(relay: Relay, port: int) -> None:
+    a, b = exchange(port, 1), exchange(port, 2)
+    b.collect(Request(12, 5000))
+    a.publish([b"x" * 300_000, b"x" * 6000, b"ok"])
+    assert b.collect(Request(12, 5000, 3.0)) == [b"ok"]
+    a.close()
+    b.close()
+
+
+def test_sw05_the_same_identity_twice_is_refused(relay: Relay, port: int) -> None:
+    a = exchange(port, 1)
+    with pytest.raises(UserError, match=f"{kit.person(1).name} is already in use in swarm"):
+        exchange(port, 1)
+    a.close()
+    exchange(port, 1).close()  # gone at once
+
+
+def test_sw01_no_relay_is_a_state_and_a_late_relay_is_found(port: int) -> None:
+    a = exchange(port, 1, wait_s=0.3)
+    assert a.status().link == "down" and f"no relay answers at tcp/127.0.0.1:{port}" in a.status().cause
+    start = time.monotonic()
+    a.publish([b"lost"])
+    assert a.collect(ASK) == [] and time.monotonic() - start < 0.5
+    with Relay((f"tcp/127.0.0.1:{port}",)):
+        wait_for(lambda: a.status().link == "up", 10)
+    a.close()
+
+
+def test_sw01_one_dead_and_one_live_relay(relay: Relay, port: int) -> None:
+    dead = free_port()
+    a = NetworkExchange("swarm", kit.person(1), (f"tcp/127.0.0.1:{dead}", f"tcp/127.0.0.1:{port}"))
+    assert a.status().link == "up"
+    a.close()
+
+
+def test_two_processes_and_a_relay_that_is_killed_and_restarted(tmp_path: Path, port: int) -> None:
+    process = start_relay(port)
+    where = f"tcp/127.0.0.1:{port}"
+    nodes = [Worker(tmp_path, i, 10_000, 0.1, "network", connect=where) for i in (1, 2)]
+    try:
+        wait_for(lambda: all(any(s["got"] for s in n.steps()) for n in nodes), 30)
+        stop(process)
+        wait_for(lambda: all(n.steps()[-1]["mode"] != "sharing" for n in nodes), 15)
+        assert "reconnecting" in nodes[0].steps()[-1]["cause"]
+        process = start_relay(port)
+        counts = [len(n.steps()) for n in nodes]
+        wait_for(lambda: all(any(s["got"] for s in n.steps()[c + 5 :]) for n, c in zip(nodes, counts, strict=True)), 20)
+        nodes[1].kill()  # a killed node is forgotten at once and can come back under its own name
+        nodes[1] = Worker(tmp_path, 2, 10_000, 0.1, "network", connect=where)
+        before = len(nodes[1].steps())
+        wait_for(lambda: any(s["got"] for s in nodes[1].steps()[before:]), 30)
+    finally:
+        for n in nodes:
+            n.kill()
+        stop(process)
+    for n in nodes:
+        assert "Traceback" not in n.errors() and not any("refused" in line for line in n.lines()), n.errors()
+        got = [g for s in n.steps() for g in s["got"]]
+        assert len(got) == len(set(got)) and max(s["s"] for s in n.steps()) < 3.0
+
+
+def test_a_mesh_without_a_relay(port: int) -> None:
+    where = f"tcp/127.0.0.1:{port}"
+    a = NetworkExchange("swarm", kit.person(1), (), listen=(where,))
+    b = NetworkExchange("swarm", kit.person(2), (where,), listen=("tcp/127.0.0.1:0",))
+    wait_for(lambda: b.status().link == "up" and a.status().link == "up", 5)
+    b.collect(Request(12, 1000))
+    time.sleep(0.3)
+    a.publish([b"hello"])
+    assert b.collect(Request(12, 1000, 3.0)) == [b"hello"]
+    a.close()
+    b.close()
+
+
+def test_a_password_keeps_strangers_out(tmp_path: Path, port: int) -> None:
+    (tmp_path / "users").write_text("swarm:secret\n")
+    where = f"tcp/127.0.0.1:{port}"
+    with Relay((where,), security=Security(users_file=str(tmp_path / "users"))):
+        good = NetworkExchange("swarm", kit.person(1), (where,), security=Security(user="swarm", password="secret"))
+        bad = NetworkExchange(
+            "swarm", kit.person(2), (where,), security=Security(user="swarm", password="x"), wait_s=0.5
+        )
+        assert good.status().link == "up" and bad.status().link == "down"
+        good.close()
+        bad.close()
+
+
+def test_who_is_there(relay: Relay, port: int) -> None:
+    a, b = exchange(port, 1), exchange(port, 2)
+    a.beat('{"step": 7}')  # too early to be heard; the next one is
+    import threading
+
+    again = threading.Timer(0.3, lambda: a.beat('{"step": 8}'))
+    again.start()
+    found = dict(read_swarm("swarm", (f"tcp/127.0.0.1:{port}",), Security(), listen_s=1.0))
+    assert found == {kit.person(1).node_id: '{"step": 8}', kit.person(2).node_id: ""}
+    again.join()
+    a.close()
+    b.close()
+
+
+def test_a_taken_port_is_said_in_one_line(relay: Relay, port: int) -> None:
+    with pytest.raises(CoterieError, match=f"relay: cannot open tcp/127.0.0.1:{port}"):
+        Relay((f"tcp/127.0.0.1:{port}",))
