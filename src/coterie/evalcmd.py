@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from coterie.config import Config, TaskConfig, config_from_dict, load_config
+from coterie.config import Config, TaskConfig, load_config
 from coterie.errors import UserError
 
 
@@ -71,9 +70,9 @@ def _known_tasks(model: str) -> dict[str, TaskConfig]:
     if run_config.is_file():
         return load_config(run_config).tasks
     if model == "tiny":
-        from coterie.models import TINY_TASKS
+        from coterie.models import tiny_tasks
 
-        return config_from_dict(tomllib.loads(TINY_TASKS.read_text(encoding="utf-8"))).tasks
+        return tiny_tasks()
     return {}
 
 

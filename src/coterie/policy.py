@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from coterie.batching import Batch
 from coterie.config import ModelConfig, OptimConfig
 from coterie.errors import CoterieError
+from coterie.forward import Forward, TokenStats
 from coterie.models_io import add_lora, load_model, load_tokenizer, pick_device
-from coterie.packing import TokenStats, batch_logprobs
 from coterie.prompting import PromptEncoder
 
 
@@ -50,8 +50,12 @@ class Policy:
             tokenizer, system_prompt, eos_ids=_as_ids(getattr(generation, "eos_token_id", None))
         )
         self._start = start
-        self._reference: Any = None
+        self._forward = Forward(self.causal_lm)
+        self._reference: Forward | None = None
         self._bad: str | None = None
+        self.weights_version = (
+            0  # changes with every write to the weights (torch's fused optimisers do not mark theirs)
+        )
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             list(self._trained.values()),
@@ -99,25 +103,25 @@ class Policy:
     def logprobs(self, batch: Batch) -> TokenStats:
         """Log-probs of the tokens under ``batch.loss_mask``, at each row's temperature; differentiable."""
         with self.autocast():
-            return batch_logprobs(self.causal_lm, batch.to(self.device), self.optim.activation_checkpointing)
+            return self._forward(batch.to(self.device), checkpoint=self.optim.activation_checkpointing)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """[B, T] log-probs under the model before training: adapters off, or (full training) a second, frozen copy,
         loaded at the first call."""
-        with self.autocast(), self._reference_model() as model:
-            return batch_logprobs(model, batch.to(self.device), False).logprobs
+        with self.autocast(), self._reference_forward() as forward:
+            return forward(batch.to(self.device)).logprobs
 
     @contextlib.contextmanager
-    def _reference_model(self) -> Iterator[Any]:
+    def _reference_forward(self) -> Iterator[Forward]:
         if self.lora:
             with self.model.disable_adapter():
-                yield self.causal_lm
+                yield self._forward
             return
         if self._reference is None:
             if self._start is None:
                 raise CoterieError("reference log-probs need the start model; build the policy with Policy.load")
-            self._reference = self._start().requires_grad_(False)
+            self._reference = Forward(self._start().requires_grad_(False))
         yield self._reference
 
     def backward(self, loss: Tensor) -> None:
@@ -145,6 +149,7 @@ class Policy:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
+            self.weights_version += 1
         self._optimizer.zero_grad(set_to_none=True)
         self._bad = None
         return StepResult(float(norm), skipped)
@@ -159,6 +164,7 @@ class Policy:
         with torch.no_grad():
             for name, p in self._trained.items():
                 p.copy_(weights[name])
+        self.weights_version += 1
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """AdamW's moments and step counts, flat: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`. Empty before

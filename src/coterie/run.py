@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,13 @@ def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
         scorer = stack.enter_context(Scorer(cfg.scoring))
         policy = Policy.load(cfg.model, seed=cfg.seed, optim=cfg.optim)
         engine = TorchEngine(policy, token_budget=cfg.rollout.token_budget)
-        node = open_node(cfg, encoder=policy.encoder, problem_of=tasks.problem_from_id, score=scorer.score, hub=hub)
+        node = open_node(
+            cfg,
+            encoder=policy.encoder,
+            problem_of=tasks.problem_from_id,
+            score=partial(scorer.score, untrusted=True),
+            hub=hub,
+        )
         stack.callback(node.close)
         helpers = stack.enter_context(build_helpers(cfg, policy.encoder, policy)) if cfg.helpers.roles else None
         yield TRAINERS[cfg.method](cfg, policy, engine, tasks, scorer, node, helpers)

@@ -36,7 +36,7 @@ class RunLog:
 
     def eval_tasks(self) -> list[str]:
         keys = {k for r in self.metrics for k in r if k.startswith("eval/") and k.endswith("/accuracy")}
-        return sorted(k.split("/")[1] for k in keys)
+        return sorted(k.split("/")[1] for k in keys if k.count("/") == 2)
 
 
 def load_runs(paths: list[Path]) -> list[RunLog]:
