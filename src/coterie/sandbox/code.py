@@ -21,7 +21,10 @@ from typing import Any, NoReturn
 from coterie.sandbox import frames, replies
 
 _MAX_MESSAGE = 4 * 2**20
-_MODULES = "bisect collections datetime decimal fractions functools heapq itertools math operator random re statistics string typing"
+_MODULES = (
+    "bisect collections datetime decimal fractions functools heapq itertools math operator random re statistics "
+    "string typing"
+)
 
 
 class Misbehaved(BaseException):

@@ -3,7 +3,7 @@
 The cage keeps what such an answer does inside; this keeps it from happening at all, since code that runs in the same
 interpreter as its own scorer could hand itself any reward. Answers beyond the list are refused, score 0 and are counted.
 
-- ``literal`` (scorers that call ``eval``): numbers, texts, lists, tuples, sets, dicts, plain names.
+- ``literal`` (scorers that call ``eval``): numbers, texts, lists, tuples, sets, dicts, plain names, sums.
 - ``expression`` (scorers that call sympy's ``parse_expr``): numbers, names, arithmetic, and calls of common functions.
 
 Text that is not Python passes for ``literal`` (``eval`` refuses it too, after the comparison that makes an answer right) and is
@@ -31,9 +31,9 @@ FUNCTIONS = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
     "exp", "log", "ln", "sqrt", "Abs", "abs",
 })  # fmt: skip
-_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod, ast.UAdd, ast.USub)
-_COMMON = (ast.Expression, ast.UnaryOp, ast.BinOp, ast.Constant, ast.Name, ast.Load, *_OPERATORS)
-_LITERAL = (*_COMMON, ast.List, ast.Tuple, ast.Set, ast.Dict)
+_SUM = (ast.Expression, ast.UnaryOp, ast.BinOp, ast.Constant, ast.Name, ast.Load, ast.Add, ast.Sub, ast.UAdd, ast.USub)
+_LISTS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
+_FORMULA = (*_SUM, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod)
 _MAX_LENGTH = 20_000
 
 
@@ -66,14 +66,16 @@ def _check_node(node: ast.AST, grammar: str) -> None:
     if isinstance(node, ast.Name) and node.id.startswith("__"):
         raise Forbidden(f"name {node.id[:40]!r}")
     if grammar == "literal":
-        if not isinstance(node, _LITERAL):
+        if not isinstance(node, _SUM + _LISTS):
             raise Forbidden(type(node).__name__)
         return
     if isinstance(node, ast.Call):
         if not (isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords):
             raise Forbidden(f"call of {ast.unparse(node.func)[:40]!r}")
-    elif not isinstance(node, _COMMON):
+    elif not isinstance(node, _FORMULA + _LISTS):
         raise Forbidden(type(node).__name__)
+    elif not isinstance(node, _FORMULA):
+        raise NotAnExpression(f"not a formula: {type(node).__name__}")
     elif isinstance(node, ast.Constant) and not isinstance(node.value, int | float):
         raise Forbidden(f"constant {str(node.value)[:40]!r}")
 

@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 from coterie.sandbox import gate
+from coterie.sandbox.corrections import ALSO
 from coterie.tasks import reasoning_gym
 from coterie.tasks.verifiers import BadReference, normalise
 
@@ -34,6 +35,8 @@ def score(op: str, blob: bytes) -> Reply:
         return _task(**pickle.loads(blob))
     except gate.Forbidden as e:
         return {"reward": 0.0, "outcome": "breach", "detail": f"forbidden: {e}"}
+    except gate.NotAnExpression as e:
+        return {"reward": 0.0, "outcome": "ok", "detail": str(e)}
     except BadReference as e:
         return {"reward": None, "outcome": "bad_reference", "detail": str(e)}
     except MemoryError:
@@ -47,7 +50,10 @@ def _task(name: str, params: dict[str, Any], entry: bytes, answer: str, partial:
     best = 0.0
     for text in dict.fromkeys((answer, normalise(answer))):
         gate.check(name, text)
-        best = max(best, float(source.score_answer(text, pickle.loads(entry))))
+        reward = float(source.score_answer(text, pickle.loads(entry)))  # unpickled anew: some scorers change it
+        if reward == 1.0 and name in ALSO and not ALSO[name](text, pickle.loads(entry)):
+            reward = 0.0
+        best = max(best, reward)
     return _ok(best if partial else float(best == 1.0))
 
 

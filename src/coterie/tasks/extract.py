@@ -21,7 +21,7 @@ _TAG = re.compile(r"<(/?)(answer|think)>", re.IGNORECASE)
 _BOX = re.compile(r"\\f?box(?:ed)?(?![a-z])(\{)?", re.IGNORECASE)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
-_PHRASE = re.compile(r"\banswer(?:[ \t]+is\b|[ \t]*:)(?:\*\*)?:?[ \t]*([^\n]+)", re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer(?:[ \t]+is\b|[ \t]*:)(?:\*\*)?:?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.;!?](?=\s|$)")
 _NEW_QUESTION = re.compile(r"(?:^|[\s>])(?:Q|Question|Problem|User|Human):", re.IGNORECASE)
 
@@ -78,7 +78,8 @@ def _tags(text: str) -> Found:
             end = marks[i + 1].start() if i + 1 < len(marks) else len(text)
             closed = i + 1 < len(marks) and bool(marks[i + 1].group(1))
             content = text[m.end() : end]
-            out.append((end, content if closed else _cut_new_question(content)))
+            content = content if closed else _cut_new_question(content)
+            out.append((m.end() + len(content), content))
     return out
 
 
@@ -109,10 +110,13 @@ def _hashes(text: str) -> Found:
 
 
 def _phrases(text: str) -> Found:
+    marks = list(_PHRASE.finditer(text))
     out = []
-    for m in _PHRASE.finditer(text):
-        sentence = _SENTENCE_END.split(m.group(1), maxsplit=1)[0]
-        out.append((m.start(1) + len(sentence), sentence.strip().strip("*").strip()))
+    for i, m in enumerate(marks):
+        rest = text[m.end() : marks[i + 1].start() if i + 1 < len(marks) else len(text)]
+        line = rest.lstrip(" \t").partition("\n")[0]
+        sentence = _SENTENCE_END.split(line, maxsplit=1)[0]
+        out.append((m.end() + len(sentence), sentence.strip().strip("*").strip()))
     return out
 
 

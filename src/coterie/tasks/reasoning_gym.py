@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import os
 import random
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ import numpy as np
 
 from coterie.config import TaskConfig
 from coterie.errors import UserError
+from coterie.tasks import maker
 from coterie.tasks.base import MAX_TRIES, Split, UnknownProblem, canonical_json, hashed, id_prefix, split_of_text
 from coterie.tasks.base import too_small as _too_small
 from coterie.types import Problem
@@ -33,6 +35,10 @@ SEED = 0
 INDEX_RANGE = 2**31 - 1
 MATERIALISED = {"acre": 2000, "gsm_symbolic": 20000, "list_functions": 20000, "word_ladder": 20000}
 """Tasks that build a list of all items (or refuse a large size) when made: their range of indices."""
+HASH_DEPENDENT = frozenset(
+    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+)
+"""Tasks whose problems depend on Python's hash of texts: made under hash seed 0, see :mod:`coterie.tasks.maker`."""
 EVALUATING_CALLS = frozenset({"eval", "exec", "compile", "parse_expr", "sympify", "parse_latex", "__import__"})
 _RESERVED = ("seed", "size")
 _lock = threading.RLock()  # the library keeps state in class attributes and in process-wide generators
@@ -95,6 +101,8 @@ def item(name: str, params: Mapping[str, Any], index: int) -> dict[str, Any]:
     source = dataset(name, params)
     if not 0 <= index < _index_range(name):
         raise UnknownProblem(f"task {name}: index {index} is not in 0..{_index_range(name) - 1}")
+    if name in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED") != "0":
+        return maker.item(name, canonical_json(dict(params)), index)
     with _lock, _seeded(index):
         try:
             record: dict[str, Any] = source[index]
