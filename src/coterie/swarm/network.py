@@ -36,6 +36,7 @@ class NetworkExchange:
         listen: endpoints to open (serverless mesh); empty opens none.
         wait_s: time given to the first connection before work starts without it.
         published: messages this node publishes per step, a first guess of what others do.
+        block: wait while the link is full instead of dropping (for measuring).
         pace: messages sent per second at most (half of what the relay allows, or less); 0: as fast as they come.
 
     Raises:
@@ -53,6 +54,7 @@ class NetworkExchange:
         wait_s: float = 5.0,
         published: float = 4.0,
         pace: float = 50.0,
+        block: bool = False,
         seed: int = 0,
     ) -> None:
         self._root, self._identity = f"coterie/{swarm}", identity
@@ -66,6 +68,7 @@ class NetworkExchange:
         self._session: Any = None
         self._token: Any = None
         self._pace = pace
+        self._congestion = zenoh.CongestionControl.BLOCK if block else zenoh.CongestionControl.DROP
         self._outbox: deque[tuple[str, bytes]] = deque(maxlen=256)
         self._rings: dict[Prefix, Any] = {}
         self._nodes: int | None = None
@@ -99,13 +102,14 @@ class NetworkExchange:
         self._count(request)
         if self._arrived is not None:
             self.listener.update(self._arrived, request.messages, request.wasted)
+        listening = bool(self._rings)
         self._subscribe(request)
         deadline = time.monotonic() + request.wait_s
         out = self._drain(request.byte_cap)
         while not out and time.monotonic() < deadline:
             time.sleep(0.01)
             out = self._drain(request.byte_cap)
-        self._arrived = len(out)
+        self._arrived = len(out) if listening else None  # nothing can be said of a step without subscriptions
         if len(out) > 4 * request.messages:
             out = self._rng.sample(out, 4 * request.messages)
         return out
@@ -158,7 +162,7 @@ class NetworkExchange:
             self._put(key, payload)
 
     def _put(self, key: str, payload: bytes) -> None:
-        self._session.put(key, payload, congestion_control=zenoh.CongestionControl.DROP)
+        self._session.put(key, payload, congestion_control=self._congestion)
 
     def _open(self) -> None:
         delay = 0.25
@@ -223,7 +227,8 @@ class NetworkExchange:
             self._rings.pop(gone).undeclare()
         for prefix in wanted - self._rings.keys():
             key = f"{self._root}/g/{key_of(prefix)}/*"
-            self._rings[prefix] = self._session.declare_subscriber(key, zenoh.handlers.RingChannel(size))
+            ring: Any = zenoh.handlers.RingChannel(size)
+            self._rings[prefix] = self._session.declare_subscriber(key, ring, allowed_origin=zenoh.Locality.REMOTE)
 
     def _drain(self, cap: int) -> list[bytes]:
         out: list[bytes] = []
@@ -231,9 +236,8 @@ class NetworkExchange:
             while (sample := ring.try_recv()) is not None:
                 self._messages += 1
                 self._bytes += len(sample.payload)
-                if str(sample.key_expr).endswith(self._identity.node_id) or len(sample.payload) > cap:
-                    continue
-                out.append(sample.payload.to_bytes())
+                if len(sample.payload) <= cap:
+                    out.append(sample.payload.to_bytes())
         return out
 
     def _linked(self) -> bool:

@@ -85,7 +85,7 @@ class Listener:
     def update(self, arrived: int, wanted: float, wasted: float = 0.0) -> None:
         """One step has brought ``arrived`` messages, of which a share ``wasted`` was refused."""
         useful = max(arrived * (1.0 - wasted), arrived / _FLOOD)
-        self._mean = useful if self._mean is None else 0.75 * self._mean + 0.25 * useful
+        self._mean = 0.75 * (wanted if self._mean is None else self._mean) + 0.25 * useful
         ratio = wanted / max(self._mean, 0.25)
         step = min(1.25, max(0.8, ratio)) if abs(ratio - 1) > 0.2 else 1.0
         self._mean *= step

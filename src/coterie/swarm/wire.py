@@ -38,7 +38,7 @@ MAGIC = b"ctrG"
 VERSION = 1
 HEADER = len(MAGIC) + 1 + 32 + 64
 _DOMAIN = b"coterie/group/v1\0"
-_LEVEL = 6  # zstd: ~1 ms for a typical group
+_LEVEL = 3  # a typical group in 0.05 ms; level 6 takes 0.6 ms to save 2%
 _LOGPROB_MIN, _LOGPROB_MAX = -10_000.0, 0.01  # rounding may put a log-prob a hair above 0
 
 # Largest values any receiver accepts; a receiver's own Limits are usually tighter.
