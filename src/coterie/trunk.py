@@ -1,0 +1,198 @@
+"""The layers of Llama-family models over a packed layout: the same parameters as the Hugging Face module, fewer copies.
+
+Linear layers see each token once. Attention sees two rectangles: prompts (causal), and responses, whose keys are their
+prompt's keys followed by their own. Query heads that share a key head are folded into the query axis, so keys are never
+repeated. Projections are called as modules, so adapters work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
+
+from coterie.packing import Grid, Packed
+
+FAMILY = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
+
+
+def packed_hidden(model: Any, packed: Packed, checkpoint: bool = False) -> Tensor:
+    """[N, D] last hidden states of ``model`` (the inner model, without output head) for every packed token."""
+    x = model.embed_tokens(packed.ids)  # [N, D]
+    cos, sin = model.rotary_emb(x, packed.positions[None])  # [1, N, d]
+    rope = (cos[0, :, None], sin[0, :, None])  # [N, 1, d]
+    masks = _masks(model.config, packed)
+    for layer in model.layers:
+        if checkpoint and torch.is_grad_enabled():
+            x = recompute(_layer, layer, x, rope, packed, masks, use_reentrant=False)
+        else:
+            x = _layer(layer, x, rope, packed, masks)
+    return _norm(model.norm, x)
+
+
+def _layer(layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: tuple[Tensor, Tensor]) -> Tensor:
+    attn, mlp = layer.self_attn, layer.mlp
+    h = _norm(layer.input_layernorm, x)  # [N, D]
+    q, k, v = attn.q_proj(h), attn.k_proj(h), attn.v_proj(h)  # [N, Hq d], [N, Hk d], [N, Hk d]
+    x = x + attn.o_proj(_attention(attn, q, k, v, rope, packed, masks))
+    h = _norm(layer.post_attention_layernorm, x)
+    out: Tensor = x + mlp.down_proj(_SwiGLU.apply(mlp.gate_proj(h), mlp.up_proj(h)))  # type: ignore[no-untyped-call]
+    return out
+
+
+def _attention(
+    attn: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: tuple[Tensor, Tensor],
+    packed: Packed,
+    masks: tuple[Tensor, Tensor],
+) -> Tensor:
+    d = attn.head_dim
+    N = len(q)
+    q, k, v = q.view(N, -1, d), k.view(N, -1, d), v.view(N, -1, d)  # [N, H, d]
+    if hasattr(attn, "q_norm"):
+        q, k = _norm(attn.q_norm, q), _norm(attn.k_norm, k)
+    q, k = _Rope.apply(q, *rope), _Rope.apply(k, *rope)  # type: ignore[no-untyped-call]
+    heads = [q.shape[1], k.shape[1], v.shape[1]]
+    qkv = torch.cat([q, k.to(q.dtype), v.to(q.dtype)], 1).flatten(1)  # [N, (Hq + 2 Hk) d]
+    n = len(packed.prompts.cells)
+    first, rest = _cells(qkv[:n], packed.prompts, d), _cells(qkv[n:], packed.responses, d)  # [S, L, Hq + 2 Hk, d]
+    pq, pk, pv = torch.split(first, heads, 2)  # [P, Lp, H, d]
+    rq, rk, rv = torch.split(rest, heads, 2)  # [R, Lr, H, d]
+    pairs = torch.cat([pk, pv], 2).index_select(0, packed.prompt_of)  # [R, Lp, 2 Hk, d]
+    keys, values = torch.split(torch.cat([pairs, torch.cat([rk, rv], 2)], 1), heads[1:], 2)  # [R, Lp + Lr, Hk, d]
+    parts = []
+    for grid, triple, mask in (
+        (packed.prompts, (pq, pk, pv), masks[0]),
+        (packed.responses, (rq, keys, values), masks[1]),
+    ):
+        if len(grid.cells):
+            parts.append(_Uncells.apply(_fold(*triple, mask, attn.scaling).flatten(0, 1), grid))  # type: ignore[no-untyped-call]
+    return torch.cat(parts)  # [N, Hq d]
+
+
+def _fold(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Grouped-query attention: q [S, L, Hq, d], k and v [S, K, Hk, d], mask [S or 1, 1, g L, K] -> [S, L, Hq d]."""
+    S, L, Hq, d = q.shape
+    Hk = k.shape[2]
+    g = Hq // Hk
+    folded = q.reshape(S, L, Hk, g, d).permute(0, 2, 3, 1, 4).reshape(S, Hk, g * L, d)
+    out = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    return out.view(S, Hk, g, L, d).permute(0, 3, 1, 2, 4).reshape(S, L, Hq * d)
+
+
+def _masks(config: Any, packed: Packed) -> tuple[Tensor, Tensor]:
+    """Additive masks for :func:`_fold`: [1, 1, g Lp, Lp] and [R, 1, g Lr, Lp + Lr]."""
+    groups = config.num_attention_heads // config.num_key_value_heads
+    Lp, (R, Lr) = packed.prompts.shape[1], packed.responses.shape
+    device = packed.ids.device
+    causal = torch.ones(max(Lp, Lr), max(Lp, Lr), dtype=torch.bool, device=device).tril()
+    there = torch.arange(Lp, device=device) < packed.prompts.lengths[packed.prompt_of][:, None]  # [R, Lp]
+    rows = torch.cat([there[:, None].expand(R, Lr, Lp), causal[:Lr, :Lr].expand(R, Lr, Lr)], 2)  # [R, Lr, Lp + Lr]
+
+    def additive(seen: Tensor) -> Tensor:
+        mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
+        return mask.repeat(1, groups, 1)[:, None]
+
+    return additive(causal[None, :Lp, :Lp]), additive(rows)
+
+
+def _norm(norm: Any, x: Tensor) -> Tensor:
+    out: Tensor = _RMSNorm.apply(x, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _cells(x: Tensor, grid: Grid, d: int) -> Tensor:
+    out: Tensor = _Cells.apply(x, grid)  # type: ignore[no-untyped-call]
+    return out.view(*grid.shape, x.shape[1] // d, d)
+
+
+class _Cells(torch.autograd.Function):
+    """Packed tokens [n, C] to cells [S * L, C]. Padding cells copy token 0 and send nothing back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
+        ctx.grid = grid
+        return x.index_select(0, grid.index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.grid.cells), None
+
+
+class _Uncells(torch.autograd.Function):
+    """Cells [S * L, C] to packed tokens [n, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
+        ctx.grid = grid
+        return x.index_select(0, grid.cells)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        out = grad.new_zeros(len(ctx.grid.index), grad.shape[1])
+        return out.index_copy_(0, ctx.grid.cells, grad), None
+
+
+class _Rope(torch.autograd.Function):
+    """Rotary embedding ``x cos + rotate_half(x) sin``; x [N, H, d], cos and sin [N, 1, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        h = x.shape[-1] // 2
+        out = x * cos
+        out[..., :h].addcmul_(x[..., h:], sin[..., :h], value=-1)
+        out[..., h:].addcmul_(x[..., :h], sin[..., h:])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        h = grad.shape[-1] // 2
+        out = grad * cos
+        out[..., :h].addcmul_(grad[..., h:], sin[..., h:])
+        out[..., h:].addcmul_(grad[..., :h], sin[..., :h], value=-1)
+        return out, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """``silu(gate) * up``, keeping only its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_up = F.silu(gate).mul_(grad)
+        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return d_gate, d_up
+
+
+class _RMSNorm(torch.autograd.Function):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, keeping only ``x`` and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]  # [..., 1]
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale  # [..., D]
+        d_weight = (grad * unit).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, d_weight, None
+        d = grad * weight
+        along = torch.linalg.vecdot(d, unit).div_(x.shape[-1])[..., None]
+        return d.addcmul_(unit, along, value=-1).mul_(scale), d_weight, None
