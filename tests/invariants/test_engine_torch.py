@@ -119,6 +119,14 @@ def test_fast_decoder_gives_the_logits_of_the_reference(kind: str) -> None:
     assert len(fast.prompt_length) == 1
 
 
+@pytest.mark.parametrize("n", [[7, 1], [4, 4], [1, 7], [8, 0], [15, 1]])
+def test_unequal_numbers_of_rows_per_prompt(n: list[int]) -> None:
+    """Rows in slot order, yet fewer rows than slots: what is left of two prompts after most rows ended."""
+    policy = tiny_policy("llama")
+    fast = generate(policy, PROMPTS[:2], n=n, seeds=SEEDS[:2])
+    assert same(fast, generate(policy, PROMPTS[:2], n=n, seeds=SEEDS[:2], reference=True))
+
+
 @pytest.mark.parametrize("kind", [*FAST, "gpt2"])
 def test_ro12_results_do_not_depend_on_batch_order_or_neighbours(kind: str) -> None:
     policy = tiny_policy(kind)

@@ -105,7 +105,7 @@ class LlamaDecoder:
         for r, s in enumerate(slot):
             row_of_slot[s] = r
         spare = [0] * (rows - self.rows)
-        self.in_order = slot == list(range(rows))
+        self.in_order = slot == list(range(rows)) and count * self.slots == rows
         self.slot_of_row = torch.tensor(slot + spare, device=device)  # [R]
         self.row_of_slot = torch.tensor(row_of_slot, device=device)  # [P * n]
         self.prompt_of_row = torch.tensor(self.owner + spare, device=device)  # [R]

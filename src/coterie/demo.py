@@ -1,0 +1,159 @@
+"""``coterie demo``: a small swarm learns on this machine's CPU, beside the same nodes without sharing.
+
+Two processes, one per arm, each with four nodes in turn (:mod:`coterie.simulate`); nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from coterie.config import Config, config_from_dict
+from coterie.errors import CoterieError, UserError
+from coterie.rundir import read_jsonl
+
+NODES = 4
+STEPS = 30
+ARMS = {"alone": {"peer_groups": 0, "share": "nothing"}, "sharing": {"peer_groups": 4, "share": "informative"}}
+TASKS = ("gcd", "count_bits", "spell_backward")
+
+
+def demo_config(run_dir: Path, arm: str, seed: int) -> Config:
+    """Four own groups a step and, when sharing, four of peers on top: both arms generate the same number of tokens."""
+    from coterie.models import tiny_tasks
+
+    known = tiny_tasks()
+    return config_from_dict(
+        {
+            "run_dir": str(run_dir / arm),
+            "steps": STEPS,
+            "seed": seed,
+            "threads": 1,
+            "tasks": {t: known[t].model_dump() for t in TASKS},
+            "rollout": {"problems": 4, "group_size": 8, "max_new_tokens": 48},
+            "optim": {"lr": 5e-4},
+            "eval": {"every": STEPS // 3, "problems": 24, "samples": 2},
+            "checkpoint": {"every": STEPS},
+            "swarm": ARMS[arm],
+        }
+    )
+
+
+def demo(run_dir: Path, seed: int) -> None:
+    """Run both arms side by side, show a live table, write one report, and say what to try next.
+
+    Raises:
+        UserError: ``run_dir`` holds something already.
+        CoterieError: an arm failed.
+    """
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise UserError(f"{run_dir} is not empty; remove it or choose another with --run-dir")
+    console = Console()
+    console.print(
+        f"{NODES} nodes with the tiny model learn {', '.join(TASKS)}: once alone, once sharing what they try.\n",
+        highlight=False,
+    )
+    start = time.monotonic()
+    workers = _start(run_dir, seed)
+    with Live(console=console, refresh_per_second=2, transient=True) if console.is_terminal else _Plain() as live:
+        while any(w.is_alive() for w in workers.values()):
+            live.update(_table(run_dir))
+            time.sleep(0.5)
+    failed = [arm for arm, w in workers.items() if w.exitcode != 0]
+    if failed:
+        raise CoterieError(f"demo: the arm {failed[0]!r} stopped with exit code {workers[failed[0]].exitcode}")
+    console.print(_table(run_dir))
+    _last_words(console, run_dir, time.monotonic() - start)
+
+
+def _start(run_dir: Path, seed: int) -> dict[str, Any]:
+    """One process per arm, started clean (torch must not be forked), each on one core."""
+    context = multiprocessing.get_context("spawn")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the children when they import torch
+    workers = {arm: context.Process(target=_arm, args=(run_dir, arm, seed), name=arm) for arm in ARMS}
+    for w in workers.values():
+        w.start()
+    return workers
+
+
+def _arm(run_dir: Path, arm: str, seed: int) -> None:
+    from coterie.simulate import simulate
+
+    simulate(demo_config(run_dir, arm, seed), NODES)
+
+
+class _Plain:
+    """Nothing live where output is piped; the finished table is printed at the end."""
+
+    def __enter__(self) -> _Plain:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def update(self, table: Table) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Row:
+    step: int
+    values: dict[str, float]  # mean over the nodes of the steps since the row before
+
+
+def _rows(folder: Path) -> list[_Row]:
+    """Rows at the evaluations that all nodes have reached."""
+    logs = [list(read_jsonl(p)) for p in sorted(folder.glob("node_*/metrics.jsonl"))]
+    if len(logs) < NODES:
+        return []
+    out, before = [], -1
+    for step in range(0, STEPS + 1, STEPS // 3):
+        if any(len(log) <= step for log in logs):
+            break
+        records = [r for log in logs for r in log if before < r["step"] <= step]
+        keys = {k for r in records for k in r}
+        out.append(_Row(step, {k: float(np.mean([r[k] for r in records if k in r])) for k in keys}))
+        before = step
+    return out
+
+
+def _table(run_dir: Path) -> Table:
+    rows = {arm: _rows(run_dir / arm) for arm in ARMS}
+    table = Table("step", box=None, header_style="bold", pad_edge=False)
+    for title in ("own reward", "held-out", "informative"):
+        for arm in ARMS:
+            table.add_column(f"{title}\n{arm}", justify="right")
+    table.add_column("tokens/s\nper node", justify="right")
+    table.add_column("truncated", justify="right")
+    for alone, sharing in zip(*rows.values(), strict=False):
+        cells = []
+        for key in ("own/reward", "eval/accuracy", "own/informative"):
+            cells += [f"{r.values[key]:.3f}" if key in r.values else "" for r in (alone, sharing)]
+        speed, cut = sharing.values.get("time/tokens_per_s"), sharing.values.get("own/truncated")
+        table.add_row(f"{alone.step}/{STEPS}", *cells, f"{speed:,.0f}" if speed else "", f"{cut:.0%}" if speed else "")
+    return table
+
+
+def _last_words(console: Console, run_dir: Path, seconds: float) -> None:
+    from coterie.report import write_report
+
+    runs = [run_dir / arm / f"node_{i}" for arm in ARMS for i in range(NODES)]
+    report = write_report(runs, run_dir / "report.html")
+    console.print(
+        f"\n{seconds:.0f} s on the CPU, offline. Own reward: mean over nodes and the steps since the row above. One seed of a "
+        f"small demo: what sharing does is measured in docs/results/.\n\nreport: {report}\n\nnext:\n"
+        "  coterie train configs/tiny.toml            one node, four tasks, a few minutes\n"
+        "  coterie swarm run configs/swarm.toml --nodes 4   processes that share through a file\n"
+        "  coterie eval tiny --tasks all -k 1,8 --problems 50   what the base model can do",
+        highlight=False,
+        soft_wrap=True,
+    )
