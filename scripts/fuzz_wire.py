@@ -10,6 +10,7 @@ the decoder and the checks behind the signature are reached), and whole random s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sys
@@ -22,12 +23,23 @@ from typing import Any
 import msgspec
 import zstandard
 
+
+def _instrumented() -> Any:
+    """Counts branches in what is imported under it, if the coverage-guided fuzzer is asked for."""
+    if "--atheris" not in sys.argv:
+        return contextlib.nullcontext()
+    import atheris
+
+    return atheris.instrument_imports(include=["coterie.swarm", "coterie.prompting"])
+
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import swarm_kit as kit
+with _instrumented():
+    import swarm_kit as kit
 
-from coterie.swarm.access import Access
-from coterie.swarm.wire import HEADER, MAGIC, Limits, WireError, _signed, read
+    from coterie.swarm.access import Access
+    from coterie.swarm.wire import HEADER, MAGIC, Limits, WireError, _signed, read
 
 LIMITS = Limits(
     message_bytes=16_384, decompressed_bytes=65_536, trajectories=16, response_tokens=64, response_chars=4096
@@ -137,7 +149,6 @@ def run(inputs: int, seed: int) -> dict[str, Any]:
 def run_atheris(inputs: int) -> None:
     import atheris
 
-    atheris.instrument_all()
     count = [0]
 
     def one(data: bytes) -> None:

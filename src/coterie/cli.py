@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.errors import CoterieError, UserError
+from coterie.swarm.cli import register as register_swarm
 
 app = typer.Typer(
     name="coterie",
@@ -171,6 +172,7 @@ def doctor(as_json: Json = False) -> None:
 
 tasks_app = typer.Typer(no_args_is_help=True, help="What can be trained on.")
 app.add_typer(tasks_app, name="tasks")
+register_swarm(app)
 
 
 @tasks_app.command("list")

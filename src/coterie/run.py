@@ -21,7 +21,7 @@ from coterie.policy import Policy
 from coterie.rng import derive
 from coterie.rundir import RunDir
 from coterie.sft import SupervisedTrainer
-from coterie.swarm.build import open_node
+from coterie.swarm.build import open_node, training_problems
 from coterie.swarm.memory import MemoryHub
 from coterie.tasks.scoring import Scorer
 from coterie.tasks.taskset import build_tasks
@@ -69,7 +69,7 @@ def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
         node = open_node(
             cfg,
             encoder=policy.encoder,
-            problem_of=tasks.problem_from_id,
+            problem_of=training_problems(tasks),
             score=partial(scorer.score, untrusted=True),
             hub=hub,
         )

@@ -126,6 +126,8 @@ class _Broken:
     def status(self) -> Status:
         return Status("down", "no relay answers at tcp/nowhere:1", None)
 
+    def beat(self, info: str) -> None: ...
+
     def metrics(self) -> dict[str, float]:
         return {}
 

@@ -199,6 +199,9 @@ class _Raw:
                 out.append(sample.payload.to_bytes())
         return out
 
+    def beat(self, info: str) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         self._session.close()
 

@@ -16,11 +16,13 @@ from coterie.swarm.identity import Identity, IdentityLock, open_identity
 from coterie.swarm.memory import MemoryHub
 from coterie.swarm.node import LogprobFn, Node, SoloNode, SwarmNode
 from coterie.swarm.verify import ProblemFn, Rebuilder, ScoreFn
-from coterie.swarm.wire import Limits
+from coterie.swarm.wire import Limits, WireError
+from coterie.types import Problem
 
 if TYPE_CHECKING:
     from coterie.prompting import PromptEncoder
     from coterie.swarm.zenoh_config import Security
+    from coterie.tasks.taskset import TaskSet
 
 
 def open_node(
@@ -70,6 +72,20 @@ def open_node(
         seed=derive(cfg.seed, "swarm", identity.node_id),
         on_close=lock.close,
     )
+
+
+def training_problems(tasks: TaskSet) -> ProblemFn:
+    """Problems a peer may send to a run with these tasks: theirs, without the held-out ones (a peer that sends those
+    would spoil every measurement)."""
+    from coterie.tasks.taskset import split_of
+
+    def find(problem_id: str) -> Problem:
+        problem = tasks.problem_from_id(problem_id)
+        if split_of(problem) == "eval":
+            raise WireError("held_out", f"{problem_id[:200]!r} is held out for evaluation", signed=True)
+        return problem
+
+    return find
 
 
 def make_access(swarm: SwarmConfig) -> Access:

@@ -70,7 +70,6 @@ class LocalExchange:
             time.sleep(0.01)
 
     def beat(self, info: str) -> None:
-        """Say that this node is alive, with a line of JSON about it for ``coterie swarm status``."""
         row = (self._node, os.getpid(), time.time(), info)
         try:
             with _transaction(self._db):

@@ -25,6 +25,7 @@ from coterie.swarm.sharding import BASE, Listener, Prefix, key_of, random_leaf
 from coterie.swarm.zenoh_config import Security, node_config
 
 _COUNT_EVERY_S = 30.0
+_BEAT_S = 3.0
 _ENOUGH = 8  # liveliness tokens from which the size of the swarm is estimated
 
 
@@ -68,6 +69,7 @@ class NetworkExchange:
         self._session: Any = None
         self._token: Any = None
         self._pace = pace
+        self._info = ""
         self._congestion = zenoh.CongestionControl.BLOCK if block else zenoh.CongestionControl.DROP
         self._outbox: deque[tuple[str, bytes]] = deque(maxlen=256)
         self._rings: dict[Prefix, Any] = {}
@@ -115,9 +117,7 @@ class NetworkExchange:
         return out
 
     def beat(self, info: str) -> None:
-        """What ``coterie swarm status`` shows about this node: a small JSON text, sent only to who listens."""
-        if self._ready():
-            self._send(f"{self._root}/info/{self._identity.node_id}", info.encode())
+        self._info = info
 
     def status(self) -> Status:
         if self._refused:
@@ -144,14 +144,14 @@ class NetworkExchange:
             self._session = None
 
     def _link_loop(self) -> None:
-        """Open the session, then send what is queued, one message per 1 / pace seconds."""
+        """Open the session, then send what is queued, one message per 1 / pace seconds; when idle, say who is here."""
         self._open()
         while self._pace > 0 and not (self._closing.is_set() and not self._outbox):
-            if not self._outbox:
-                self._wake.wait()
-                self._wake.clear()
-                continue
-            self._put(*self._outbox.popleft())
+            if self._outbox:
+                self._put(*self._outbox.popleft())
+            elif not self._wake.wait(_BEAT_S) and self._info and self._token is not None:
+                self._put(f"{self._root}/info/{self._identity.node_id}", self._info.encode())
+            self._wake.clear()
             time.sleep(1.0 / self._pace)
 
     def _send(self, key: str, payload: bytes) -> None:
@@ -246,7 +246,7 @@ class NetworkExchange:
 
 
 def read_swarm(
-    swarm: str, connect: tuple[str, ...], security: Security, listen_s: float = 3.0, most: int = 1000
+    swarm: str, connect: tuple[str, ...], security: Security, listen_s: float = 4.0, most: int = 1000
 ) -> list[tuple[str, str]]:
     """(node id, info) of up to ``most`` nodes of a swarm: their tokens, and what they say within ``listen_s`` seconds.
 

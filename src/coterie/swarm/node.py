@@ -8,6 +8,7 @@ it were alone.
 from __future__ import annotations
 
 import base64
+import json
 import random
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ from coterie.types import Group
 LogprobFn = Callable[[Sequence[Group]], Sequence[Sequence[NDArray[np.float32]]]]
 Mode = Literal["sharing", "degraded", "solo"]
 _MARGIN = 3  # messages asked for per peer group wanted: some are uninformative, late or refused
-_CLOCK_S = 60.0
+_CLOCK_S, _BEAT_S = 60.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,9 @@ class SwarmNode:
         self._seq = 0
         self._published = self._sent_bytes = 0
         self._used_at = -(10**9)
+        self._beat_at = float("-inf")
+        self._tasks = Counter[str]()  # of the groups published
+        self._accuracy: float | None = None
         self._wasted = 0.0
         self._last: dict[str, float] = {}
         self._counts = Counter[str]()
@@ -164,6 +168,7 @@ class SwarmNode:
                 self._counts["unsendable"] += 1
                 continue
             self._seq += 1
+            self._tasks[group.problem.task] += 1
             frames.append(self._access.seal(message.frame))
         self._published += len(frames)
         self._sent_bytes += sum(map(len, frames))
@@ -193,6 +198,7 @@ class SwarmNode:
             self.ledger.authors[g.author].used += 1
         self._used_at = self._now if chosen else self._used_at
         self._note(chosen, wanted, time.monotonic() - start)
+        self._beat(step)
         return chosen
 
     def _intake(self, frames: Sequence[bytes], deadline: float, most: int) -> None:
@@ -313,6 +319,7 @@ class SwarmNode:
 
     def feedback(self, accuracy: float, kl: float) -> None:
         """Own held-out accuracy and KL to the start model, after an evaluation (used by ``ratio = "adaptive"``)."""
+        self._accuracy = accuracy
         self.share.feedback(accuracy, kl)
 
     @property
@@ -353,6 +360,22 @@ class SwarmNode:
         skew = self.ledger.skew_s()
         if abs(skew) > _CLOCK_S and self._now % 100 == 1:
             self.events.append(f"this clock differs from most peers' by {skew:.0f} s (nothing depends on it)")
+
+    def _beat(self, step: int) -> None:
+        """Tell ``coterie swarm status`` how this node is, every few seconds."""
+        if time.monotonic() - self._beat_at < _BEAT_S:
+            return
+        self._beat_at = time.monotonic()
+        info = {
+            "step": step,
+            "state": self.state.mode,
+            "cause": self.state.cause,
+            "published": self._published,
+            "used": sum(a.used for a in self.ledger.authors.values()),
+            "tasks": dict(self._tasks),
+            "accuracy": self._accuracy,
+        }
+        self.exchange.beat(json.dumps(info))
 
     def _age(self, group: Group) -> int:
         return max(0, self.ledger.authors[group.author].sessions[0].version - group.policy_version)

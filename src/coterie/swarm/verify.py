@@ -49,7 +49,7 @@ class Rebuilder:
 
     Args:
         problem_of: id to Problem; raises CoterieError for a problem this node does not take (unknown task, other
-            parameters, its own held-out problems).
+            parameters), or WireError for one it must not take (its own held-out problems).
         encoder: this node's tokenizer.
         limits: bounds on response tokens, applied after re-encoding too.
         counts: what happened to trajectories: ``same_tokenizer``, ``reencoded``, ``other_prompt``, ``text_differs``.
@@ -61,10 +61,12 @@ class Rebuilder:
     counts: Counter[str]
 
     def group(self, message: Message) -> Group:
-        """Raises WireError: ``other_task``, ``problem``, ``shape``, ``too_long``, ``injection``."""
+        """Raises WireError: ``other_task``, ``held_out``, ``problem``, ``shape``, ``too_long``, ``injection``."""
         body = message.body
         try:
             problem = self.problem_of(body.problem)
+        except WireError:
+            raise
         except CoterieError as e:
             raise WireError("other_task", str(e), signed=True) from e
         if digest_prompt(problem.prompt) != body.prompt:
