@@ -116,6 +116,7 @@ class ScriptEngine:
         self.script = script
         self.pieces = pieces
         self.sent: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
+        self.streams: list[tuple[int, int]] = []  # (seed, sample) of every row
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int | Sequence[int], sampling: Sampling, seeds: Sequence[int]
@@ -125,6 +126,7 @@ class ScriptEngine:
         stopping = Stopping(e.eos_ids, sampling.stop, sampling.max_new_tokens, e.decode)
         for i in reversed(range(len(prompts))):
             for j in reversed(range(counts[i])):
+                self.streams.append((seeds[i], j))
                 text = self.script(_after_system(e.tokenizer.decode(list(prompts[i]))))
                 yield i, j, self._sample(tuple(prompts[i]), self.ids(text), stopping)
 

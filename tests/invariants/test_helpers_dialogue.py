@@ -174,6 +174,28 @@ def test_same_tokenizer_reply_keeps_ids_and_logprobs_also_when_cut() -> None:
     assert "[cut]" in encoder().decode(t.token_ids)
 
 
+def test_same_tokenizer_reply_loses_its_end_token_and_nothing_else() -> None:
+    helper = IdHelper(lambda r: "a sound step")
+    helpers = scripted({"verify": lambda r: ""})
+    helpers.helpers["verify"] = helper
+    (t,) = _run(ScriptEngine(lambda p: "~" if "<feedback>" in p else "<verify>a</verify>"), helpers)
+    words = t.source == Source.HELPER
+    ids, logprobs = helper.given[0]
+    assert tuple(t.token_ids[words]) == ids[:-1] and ids[-1] == encoder().pad_id
+    np.testing.assert_array_equal(t.behavior_logprobs[words], np.array(logprobs[:-1], np.float32))
+
+
+def test_every_turn_of_every_row_draws_from_its_own_stream() -> None:
+    def script(prompt: str) -> str:
+        return "4~" if prompt.count("\n<feedback>\n") == 2 else "<verify>a</verify>"
+
+    engine = ScriptEngine(script)
+    helpers = scripted({"verify": lambda r: "ok"})
+    starts = [DialogueStart(q, helpers.prompt_ids(q), k, 2) for k, q in enumerate(("a", "b"))]
+    assert len(list(run_dialogues(engine, starts, helpers, Sampling(200)))) == 4
+    assert len(engine.streams) == len(set(engine.streams)) == 4 * 3
+
+
 def test_ag03_helper_words_are_never_the_policys() -> None:
     """Changing only what the helper says changes only helper tokens."""
     runs = []
@@ -261,8 +283,8 @@ def test_rounds_stay_within_the_engines_context() -> None:
 
     helpers = scripted({"verify": lambda r: "ok"}, 200)
     starts = [DialogueStart(q, helpers.prompt_ids(q), 1) for q in ("Q0", "Q1", "Q2", "Q3")]
-    limit = max(len(s.prompt_ids) for s in starts) + 200
-    rows = list(run_dialogues(Small(script), starts, helpers, Sampling(200), context=limit))
+    limit = helpers.context = max(len(s.prompt_ids) for s in starts) + 200
+    rows = list(run_dialogues(Small(script), starts, helpers, Sampling(200)))
     assert len(rows) == 4
 
 
@@ -361,9 +383,24 @@ def test_results_do_not_depend_on_how_rows_are_batched() -> None:
         assert {(i, j): t.token_ids.tolist() for _, j, t in alone} == {k: v for k, v in together.items() if k[0] == i}
 
 
+def test_characters_the_policy_cannot_write_are_left_out() -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from coterie.prompting import PromptEncoder
+
+    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(["<eos>", "<unk>", *"ab[]{}vkr?!-\n"])}, "<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    plain = PromptEncoder(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>"))
+    cfg = config({"knowledge": {"backend": "scripted", "call": "x:y"}}, form="short")
+    helpers = HelperSet(cfg, plain, 60, {}, load_form("short"))
+    assert plain.decode(helpers.body("knowledge", None, None, "aébc<eos>a").token_ids) == "aba"
+
+
 def test_short_form_with_a_plain_tokenizer() -> None:
     cfg = config({"knowledge": {"backend": "scripted", "call": "x:y"}}, form="short")
     helpers = HelperSet(cfg, encoder(False), 60, {"knowledge": IdHelper(lambda r: r.query + "=4")}, load_form("short"))
     assert helpers.prompt_ids("2+2?") == encoder(False).prompt_ids("2+2?")  # nothing is added
-    (t,) = _run(ScriptEngine(lambda p: "4~" if "[" in p else "2+2=k(2+2)"), helpers)
-    assert encoder().decode(t.token_ids[t.prompt_length :]) == "2+2=k(2+2)[2+2=4]4"
+    (t,) = _run(ScriptEngine(lambda p: "4~" if "[" in p else "2+2=k{2+2}"), helpers)
+    assert encoder().decode(t.token_ids[t.prompt_length :]) == "2+2=k{2+2}[2+2=4]4"

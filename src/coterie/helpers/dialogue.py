@@ -185,8 +185,6 @@ def run_dialogues(
     starts: Sequence[DialogueStart],
     helpers: HelperSet,
     sampling: Sampling,
-    *,
-    context: int | None = None,
 ) -> Iterator[tuple[int, int, Trajectory]]:
     """Yield ``(start index, sample index, trajectory)`` as trajectories end; rewards are not set.
 
@@ -196,13 +194,12 @@ def run_dialogues(
     Args:
         sampling: ``max_new_tokens`` is the budget of a whole response, and the one the helpers' budget was made with;
             its own stop strings end a rollout.
-        context: longest sequence the engine takes, if known: keeps a round's longest row and largest budget within it.
 
     Log-probs: of the policy for its own tokens; of the helper for its tokens where they are known, else NaN; NaN for
     prompt, wrappers and notes. A failed consultation marks the trajectory as failed: neither right nor wrong.
     """
     assert sampling.max_new_tokens == helpers.budget.response
-    loop = _Loop(engine, helpers, sampling, context)
+    loop = _Loop(engine, helpers, sampling)
     try:
         yield from loop.first(starts)
         while loop.busy:
@@ -214,8 +211,8 @@ def run_dialogues(
 class _Loop:
     """Who decodes next and who waits."""
 
-    def __init__(self, engine: Engine, helpers: HelperSet, sampling: Sampling, context: int | None) -> None:
-        self.engine, self.helpers, self.context = engine, helpers, context
+    def __init__(self, engine: Engine, helpers: HelperSet, sampling: Sampling) -> None:
+        self.engine, self.helpers = engine, helpers
         self.sampling = replace(sampling, stop=(*sampling.stop, *helpers.end_tags))
         self.ready: list[_Dialogue] = []
         self.here: list[tuple[_Dialogue, HelperRequest]] = []  # for helpers of this process
@@ -238,7 +235,7 @@ class _Loop:
         self._ask_here()
         self._collect(block=not self.ready)
         batch, self.ready = self.ready, []
-        for rows in fitting(batch, self.context):
+        for rows in fitting(batch, self.helpers.context):
             sampling = replace(self.sampling, max_new_tokens=max(d.room for d in rows))
             seeds = [derive(d.seed, "turn", d.place[1], d.turn) for d in rows]
             for at, _, sample in self.engine.generate([tuple(d.ids) for d in rows], 1, sampling, seeds):

@@ -31,8 +31,6 @@ def sample_mode(
     sampling: Sampling,
     seeds: Sequence[int],
     helpers: HelperSet | None = None,
-    *,
-    context: int | None = None,
 ) -> Iterator[tuple[int, int, Trajectory]]:
     """Yield ``(question index, sample index, trajectory)`` as rows finish, ``n`` for each question; rewards are not set.
 
@@ -49,4 +47,4 @@ def sample_mode(
         yield from sampled(engine, encoder, prompts, n, sampling, seeds)
         return
     starts = [DialogueStart(q, p, s, n) for q, p, s in zip(questions, prompts, seeds, strict=True)]
-    yield from run_dialogues(engine, starts, helpers, sampling, context=context)
+    yield from run_dialogues(engine, starts, helpers, sampling)

@@ -41,10 +41,19 @@ class HelperSet:
     """All helpers of a run, with everything that depends on the policy's tokenizer worked out. A context manager."""
 
     def __init__(
-        self, cfg: HelpersConfig, encoder: PromptEncoder, max_response: int, helpers: Mapping[str, Helper], form: Form
+        self,
+        cfg: HelpersConfig,
+        encoder: PromptEncoder,
+        max_response: int,
+        helpers: Mapping[str, Helper],
+        form: Form,
+        *,
+        context: int | None = None,
     ) -> None:
+        """``context``: longest sequence the policy takes; None is unlimited."""
         self.cfg = cfg
         self.encoder = encoder
+        self.context = context
         self.form = form
         self.helpers = dict(helpers)
         self.offered_logprobs: dict[str, bool] = {}  # role -> whether its last reply came with log-probs
@@ -60,7 +69,8 @@ class HelperSet:
             _check_writable(encoder, name, text)
         wrappers = len(self.ids["open"]) + max(len(self.ids["close"]), len(self.ids["close_cut"]))
         self.budget = make_budget(cfg, max_response, wrappers, len(self.ids["unavailable"]))
-        special = [t for t in encoder.tokenizer.all_special_tokens if t]
+        ends = encoder.tokenizer.convert_ids_to_tokens(sorted(encoder.eos_ids))
+        special = [t for t in dict.fromkeys((*encoder.tokenizer.all_special_tokens, *ends)) if t]
         self._forbidden = [form.open.strip(), form.close.strip(), *tag_strings(self.tags), *special]
         self._special_ids = frozenset({*encoder.tokenizer.all_special_ids, *encoder.eos_ids})
         self.pool = HelperPool(cfg) if any(isinstance(h, OpenAIHelper) for h in helpers.values()) else None
@@ -129,6 +139,7 @@ class HelperSet:
         shown = strip_think(text)
         limit = cap * _CHARS_PER_TOKEN
         clean = sanitise(shown[:limit], self._forbidden, cut_answers=cut_answers).strip()
+        # What is special here is the mark for characters that the tokenizer does not know: those are left out.
         ids = [i for i in encode_inner(self.encoder, clean) if i not in self._special_ids] if clean else []
         kept = ids[:cap]
         inner = clean if len(kept) == len(ids) else self.encoder.decode(kept)
@@ -182,7 +193,13 @@ def build_helpers(
         role: _helper(role, h, cfg.helpers, form.roles[role], load, want_logprobs)
         for role, h in cfg.helpers.roles.items()
     }
-    return HelperSet(cfg.helpers, encoder, cfg.rollout.max_new_tokens, helpers, form)
+    context = _context(policy) if policy is not None else None
+    return HelperSet(cfg.helpers, encoder, cfg.rollout.max_new_tokens, helpers, form, context=context)
+
+
+def _context(policy: Policy) -> int | None:
+    """Longest sequence the model takes, where its config says so."""
+    return getattr(policy.causal_lm.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _helper(
@@ -221,8 +238,7 @@ class _LocalModels:
             owner = self._frozen(self.cfg.model.name if model == "base" else model)
             engine = TorchEngine(owner, self.cfg.rollout.token_budget)
         same = owner.encoder.tokenizer_hash == self.encoder.tokenizer_hash
-        context = getattr(owner.causal_lm.config.get_text_config(), "max_position_embeddings", None)
-        return LocalHelper(model, engine, owner.encoder, prompt, temperature, same, context)
+        return LocalHelper(model, engine, owner.encoder, prompt, temperature, same, _context(owner))
 
     def _frozen(self, name: str) -> Policy:
         from coterie.policy import Policy
