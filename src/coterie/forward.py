@@ -173,7 +173,8 @@ def _from_logits(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[
 class _checkpointing:
     """Activation checkpointing of a Hugging Face model for one forward pass; generation never sees it on.
 
-    The library honours it in train mode only; dropout is off in both modes.
+    The library honours it on modules in train mode only, so just those that carry the switch are put there; everything
+    inside them (dropout) stays in eval mode, also when the backward pass computes it again.
     """
 
     def __init__(self, model: Any, on: bool) -> None:
@@ -181,13 +182,19 @@ class _checkpointing:
 
     def __enter__(self) -> None:
         if self.on:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model.train()
+            self._switch("enable")({"use_reentrant": False})
+            for module in self.model.modules():
+                module.training = bool(getattr(module, "gradient_checkpointing", False))
 
     def __exit__(self, *_: object) -> None:
         if self.on:
             self.model.eval()
-            self.model.gradient_checkpointing_disable()
+            self._switch("disable")()
+
+    def _switch(self, verb: str) -> Any:
+        """Transformers 5 renamed these methods on the way; 6 drops the older name."""
+        name = f"activation_checkpointing_{verb}"
+        return getattr(self.model, name if hasattr(self.model, name) else f"gradient_checkpointing_{verb}")
 
 
 def _window(config: Any) -> float:

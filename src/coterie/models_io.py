@@ -102,11 +102,16 @@ def add_lora(model: Any, cfg: ModelConfig, seed: int) -> Any:
     targets: Any = cfg.lora_targets
     if targets != "all-linear":
         targets = [t.strip() for t in targets.split(",") if t.strip()]
-        ends = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        ends = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
         if missing := [t for t in targets if t not in ends]:
-            linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+            linear = {name for name, module in ends.items() if isinstance(module, nn.Linear)}
             raise UserError(
                 f"model.lora_targets: no module named {missing[0]!r}; linear ones: {', '.join(sorted(linear))}"
+            )
+        outer = (model.get_input_embeddings(), model.get_output_embeddings())
+        if refused := [t for t in targets if any(ends[t] is m for m in outer)]:
+            raise UserError(
+                f"model.lora_targets: adapters on {refused[0]!r} (embeddings, output head) are not supported; name others"
             )
     config = LoraConfig(
         r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM"
@@ -115,10 +120,6 @@ def add_lora(model: Any, cfg: ModelConfig, seed: int) -> Any:
         warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers renamed
         torch.manual_seed(seed)
         wrapped = get_peft_model(model, config)
-    base = wrapped.get_base_model()
-    for role, module in (("output head", base.get_output_embeddings()), ("embeddings", base.get_input_embeddings())):
-        if hasattr(module, "base_layer"):
-            raise UserError(f"model.lora_targets: adapters on the {role} are not supported; name other modules")
     return wrapped.eval()
 
 

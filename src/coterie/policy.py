@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Policy:
     ) -> None:
         """``model``: a Hugging Face causal LM or a PEFT wrapper of one, float32. ``start`` loads the model as it was
         before training, for :meth:`reference_logprobs` of a fully trained model."""
-        self.model = model
+        self.model = model.eval()  # no dropout: the learner's log-probs are the sampler's
         self.tokenizer = tokenizer
         self.dtype = dtype
         self.optim = optim or OptimConfig()
@@ -53,9 +54,7 @@ class Policy:
         self._forward = Forward(self.causal_lm)
         self._reference: Forward | None = None
         self._bad: str | None = None
-        self.weights_version = (
-            0  # changes with every write to the weights (torch's fused optimisers do not mark theirs)
-        )
+        self.weights_version = 0  # changes with every write to the weights (fused optimisers do not mark theirs)
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             list(self._trained.values()),
@@ -189,8 +188,6 @@ class Policy:
         """Write a Hugging Face folder with tokenizer. LoRA: the merged model, or (``merged=False``) the adapters."""
         model = self.model
         if self.lora and merged:
-            import copy
-
             model = copy.deepcopy(self.model).merge_and_unload()
         model.save_pretrained(str(folder))
         self.tokenizer.save_pretrained(str(folder))

@@ -83,7 +83,8 @@ def _fold(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
     g = Hq // Hk
     folded = q.reshape(S, L, Hk, g, d).permute(0, 2, 3, 1, 4).reshape(S, Hk, g * L, d)
     out = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
-    return out.view(S, Hk, g, L, d).permute(0, 3, 1, 2, 4).reshape(S, L, Hq * d)
+    back: Tensor = out.view(S, Hk, g, L, d).permute(0, 3, 1, 2, 4).reshape(S, L, Hq * d)
+    return back
 
 
 def _masks(config: Any, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -184,7 +185,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]  # [..., 1]
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        out: Tensor = (x * scale).mul_(weight)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

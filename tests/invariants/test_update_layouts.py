@@ -1,0 +1,145 @@
+"""Every layout gives the numbers of the plain forward pass: log-probs, entropy, loss and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from batch_kit import C, H, P, advantages_for, double, gradients, group, naive_stats, relative_error, trajectory
+from engine_models import tiny_model
+
+from coterie.batching import Batch, collate
+from coterie.config import ModelConfig
+from coterie.forward import Forward
+from coterie.models_io import add_lora
+from coterie.packing import pack
+
+LAYOUT = {
+    "llama": "packed",
+    "llama-bias": "packed",
+    "qwen2": "packed",
+    "qwen3": "packed",
+    "mistral": "packed",
+    "mistral-window": "padded",
+    "gpt2": "tree",
+}
+
+
+def mixed_batch() -> Batch:
+    """Two prompts in one group, an empty response, a response of EOS alone, helper and context tokens, two temperatures."""
+    plain, tagged = [5, 9, 30, 8], [5, 9, 30, 8, 40, 41]
+    first = group(
+        "a",
+        trajectory(plain, [7, 8, 9, 1]),
+        trajectory(plain, [1]),
+        trajectory(tagged, [7, 50, 51, 52, 8, 1], [P, C, H, H, P, P]),
+        trajectory(plain, []),
+        trajectory(tagged, [33, 34]),
+        trajectory(plain, [7, 8, 20, 21, 22, 23, 24], [P, P, P, P, P, C, C]),
+    )
+    second = group("b", *(trajectory([2, 3], r, temperature=0.6) for r in ([4, 5, 6], [4, 5, 6, 7, 8, 9, 10, 11, 1])))
+    third = group("c", trajectory([], [12, 13, 14]), trajectory(plain, [15, 1]))
+    groups = [first, second, third]
+    return collate(groups, advantages_for(groups), "me")
+
+
+def loss_of(logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return -(logprobs * batch.advantages).sum() / batch.normalizers.policy
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", LAYOUT)
+def test_layout_equals_rows_alone(kind: str, lora: bool) -> None:
+    model = tiny_model(kind).eval()
+    if lora:
+        if kind == "gpt2":
+            pytest.skip("its projections are not nn.Linear")
+        wrapped = add_lora(model, ModelConfig(lora_rank=3, lora_alpha=7.0), seed=1)
+        for name, p in wrapped.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, 0, 0.1)
+        model = wrapped.get_base_model()
+    batch = mixed_batch()
+    exact = double(model)
+    want = naive_stats(exact, batch)
+    loss_of(want[0], batch).backward()
+
+    got = Forward(model)(batch)
+    loss_of(got.logprobs, batch).backward()
+    assert got.layout == LAYOUT[kind]
+    for have, expect in zip((got.logprobs, got.entropy, got.sum_sq), want, strict=True):
+        assert torch.allclose(have.double(), expect, rtol=1e-5, atol=2e-5)
+    assert abs((loss_of(got.logprobs, batch) - loss_of(want[0], batch)).item()) < 1e-5
+    assert relative_error(gradients(model), gradients(exact)) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["packed", "tree", "padded"])
+def test_all_layouts_of_one_model_agree(layout: str) -> None:
+    model = tiny_model("llama").eval()
+    batch = mixed_batch()
+    exact = double(model)
+    loss_of(naive_stats(exact, batch)[0], batch).backward()
+    forward = Forward(model)
+    forward._verify(batch.device)
+    got = forward._stats(batch, pack(batch), layout, False)
+    loss_of(got.logprobs, batch).backward()
+    assert relative_error(gradients(model), gradients(exact)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral-window"])
+def test_activation_checkpointing_changes_nothing(kind: str) -> None:
+    model = tiny_model(kind).eval()
+    batch = mixed_batch()
+    forward = Forward(model)
+    grads = []
+    for on in (False, True):
+        model.zero_grad()
+        loss_of(forward(batch, checkpoint=on).logprobs, batch).backward()
+        grads.append(gradients(model))
+        assert not model.training and not model.is_activation_checkpointing  # RO-13: generation never sees it
+    assert relative_error(grads[1], grads[0]) < 1e-6
+
+
+def test_prompt_is_computed_once_and_the_last_token_never() -> None:
+    prompt = list(range(2, 12))
+    batch = collate([group("a", *(trajectory(prompt, [20 + i, 30, 1]) for i in range(4)))], [[1.0] * 4], "me")
+    assert pack(batch).tokens == len(prompt) + 4 * 2
+    assert Forward(tiny_model("llama").eval())(batch).tokens == 18
+
+
+def test_window_models_stay_padded_only_where_the_window_bites() -> None:
+    forward = Forward(tiny_model("mistral-window").eval())
+    short = collate([group("a", trajectory([2, 3], [4, 1]), trajectory([2, 3], [5, 6, 1]))], [[1.0, -1.0]], "me")
+    assert forward(short).layout == "packed"
+    assert forward(mixed_batch()).layout == "padded"
+
+
+def test_a_model_whose_head_is_not_plain_uses_its_own_logits() -> None:
+    model = tiny_model("llama").eval()
+
+    class Capped(type(model)):  # type: ignore[misc]
+        def forward(self, *args, **kw):  # type: ignore[no-untyped-def]
+            out = super().forward(*args, **kw)
+            out.logits = 3.0 * torch.tanh(out.logits / 3.0)
+            return out
+
+    model.__class__ = Capped
+    batch = mixed_batch()
+    exact = double(model)
+    want = naive_stats(exact, batch)
+    loss_of(want[0], batch).backward()
+    got = Forward(model)(batch)
+    loss_of(got.logprobs, batch).backward()
+    assert got.layout == "padded"
+    assert torch.allclose(got.logprobs.double(), want[0], atol=2e-5)
+    assert relative_error(gradients(model), gradients(exact)) < 1e-5
+
+
+def test_ob12_temperature_reaches_the_logprobs() -> None:
+    forward = Forward(tiny_model("llama").eval())
+    batch = mixed_batch()
+    hot = dataclasses.replace(batch, temperature=torch.full_like(batch.temperature, 2.0))
+    want = naive_stats(double(forward.model), hot)[0]
+    assert torch.allclose(forward(hot).logprobs.double(), want, atol=1e-5)
+    assert not torch.allclose(forward(hot).logprobs, forward(batch).logprobs, atol=1e-2)
