@@ -1,16 +1,17 @@
 """Deltas, streamed: row blocks of the base and of every expert's difference from it, in fp32 whatever was stored.
 
-A thread reads the next block while this one is worked on. Memory is a few blocks, set by a budget in MiB, whatever the
-size of the model and the number of experts.
+A thread reads and converts the next blocks while this one is worked on. Memory is a few blocks, held under a budget in MiB
+whatever the size of the model and the number of experts.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from coterie.merging.adapters import Pair
 from coterie.merging.checkpoints import Reader
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _AHEAD = 2  # blocks read ahead
-_MOST = 1 << 20  # values of a block: beyond this nothing gets faster
+_MOST = 1 << 17  # values of a block: larger ones fall out of the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class Block:
 
 
 def block_values(budget_mib: int, experts: int) -> int:
-    """Values per block so that all blocks in flight fit the budget: stored ones read ahead, and working copies in fp32."""
-    stored, working = (_AHEAD + 2) * (experts + 1) * 4, (experts + 6) * 4
-    return min(_MOST, max(4096, (budget_mib << 20) // (stored + working)))
+    """Values per block so that all blocks in flight fit the budget: those made ahead, and working copies."""
+    ahead, working = (_AHEAD + 2) * (experts + 1) * 4, 8 * 4
+    return min(_MOST, max(4096, (budget_mib << 20) // (ahead + working)))
 
 
 def row_blocks(rows: int, cols: int, values: int) -> list[tuple[int, int]]:
@@ -55,14 +56,9 @@ def stream(
     only: Sequence[int] | None = None,
 ) -> Iterator[Block]:
     """All row blocks of ``entries`` in order. ``only``: indices of the experts to read (default all)."""
-    import torch
-
-    dtype: torch.dtype = getattr(torch, compute_dtype)
     who = range(len(inputs.experts)) if only is None else only
     values = block_values(budget_mib, len(who))
-    for entry, first, last, stored, raw in _read_ahead(entries, who, values):
-        base = stored.to(dtype) if entry.merged else stored  # [r, cols]
-        yield Block(entry, first, last, base, [_delta(x, base) for x in raw])
+    return _read_ahead(lambda reader: _blocks(reader, entries, who, values, compute_dtype))
 
 
 class _Factors(NamedTuple):
@@ -94,14 +90,12 @@ def _delta(raw: Tensor | _Factors | _Matched | None, base: Tensor) -> Tensor:
     return raw.to(base.dtype).sub_(base)
 
 
-def _read_ahead(
-    entries: Sequence[Entry], who: Sequence[int], values: int
-) -> Iterator[tuple[Entry, int, int, Tensor, list[Any]]]:
-    """Blocks as stored, read by a thread that stays ``_AHEAD`` blocks in front."""
-    ready: queue.Queue[object] = queue.Queue(_AHEAD)
+def _read_ahead(blocks: Callable[[Reader], Iterator[Block]]) -> Iterator[Block]:
+    """Blocks made by a thread that stays ``_AHEAD`` in front. Its errors are raised here; it ends when this generator does."""
+    ready: queue.Queue[Block | BaseException | None] = queue.Queue(_AHEAD)
     stop = threading.Event()
 
-    def put(item: object) -> bool:
+    def put(item: Block | BaseException | None) -> bool:
         while not stop.is_set():
             try:
                 ready.put(item, timeout=0.1)
@@ -113,8 +107,8 @@ def _read_ahead(
     def read() -> None:
         try:
             with Reader() as reader:
-                for item in _blocks(reader, entries, who, values):
-                    if not put(item):
+                for block in blocks(reader):
+                    if not put(block):
                         return
             put(None)
         except BaseException as e:  # handed to the consumer, who raises it
@@ -126,29 +120,47 @@ def _read_ahead(
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            yield item  # type: ignore[misc]
+            yield item
     finally:
         stop.set()
         thread.join()
 
 
 def _blocks(
-    reader: Reader, entries: Sequence[Entry], who: Sequence[int], values: int
-) -> Iterator[tuple[Entry, int, int, Tensor, list[Any]]]:
+    reader: Reader, entries: Sequence[Entry], who: Sequence[int], values: int, compute_dtype: ComputeDtype
+) -> Iterator[Block]:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, compute_dtype)
     for entry in entries:
         factors = {i: s.factors(reader) for i in who if isinstance(s := entry.sources[i], Pair)}
         for first, last in row_blocks(entry.base.rows, entry.base.cols, values):
             stored = reader.rows(entry.base, first, last)
-            raw: list[Any] = []
+            base = stored.to(dtype) if entry.merged else stored  # [r, cols]
+            deltas: list[Tensor] = []
             for i in who:
                 if i in factors:
-                    raw.append(_Factors(factors[i][0][first:last], factors[i][1]))
+                    raw: Tensor | _Factors | _Matched | None = _Factors(factors[i][0][first:last], factors[i][1])
                 else:
-                    raw.append(_raw(reader, entry.sources[i], first, last))
-            yield entry, first, last, stored, raw
+                    raw = _raw(reader, entry.sources[i], first, last)
+                deltas.append(_delta(raw, base))
+            yield Block(entry, first, last, base, deltas)
 
 
-def _raw(reader: Reader, source: Source, first: int, last: int) -> Any:
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Reader and consumer keep one core busy each; torch's own threads would wait for each other on such small blocks."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _raw(reader: Reader, source: Source, first: int, last: int) -> Tensor | _Matched | None:
     import torch
 
     if source is None:

@@ -33,7 +33,8 @@ class LowRank:
     @property
     def values(self) -> Tensor:
         """Singular values ``[r]``, largest first."""
-        return torch.linalg.vector_norm(self.right, dim=1)  # [r]; left has orthonormal columns
+        norms: Tensor = torch.linalg.vector_norm(self.right, dim=1)  # [r]; left has orthonormal columns
+        return norms
 
 
 def truncate(blocks: RowBlocks, rows: int, cols: int, rank: int, name: str, exact_values: int) -> LowRank:

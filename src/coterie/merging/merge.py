@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from coterie.errors import CoterieError, UserError
 from coterie.merging.adapters import Adapter
 from coterie.merging.checkpoints import FLOATS
-from coterie.merging.deltas import Block, stream
+from coterie.merging.deltas import Block, one_thread_each, stream
 from coterie.merging.inputs import Entry, Inputs, open_inputs
 from coterie.merging.receipt import Tally, file_hash, write_documents
 from coterie.merging.recipe import Recipe
@@ -114,7 +115,8 @@ def merge(
             if recipe.method == "lora_concat":
                 result = concat(planned, folder.path)
             else:
-                result = _merge_full(planned, folder.path, chunk_mib, shard_bytes, progress)
+                with nullcontext() if recipe.method == "svd" else one_thread_each():
+                    result = _merge_full(planned, folder.path, chunk_mib, shard_bytes, progress)
             result["input_sha256"] = {str(f): h.result() for f, h in hashes.items()}
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -54,7 +54,7 @@ class Tally:
                         f"expert {self.labels[i]}: tensor {block.entry.name} holds values that are not finite"
                     )
                 sums.deltas[i] += square
-        real = written.to(block.base.dtype).sub_(block.base)  # [r, cols] the update that survives rounding
+        real = written.to(block.base.dtype) - block.base  # [r, cols] the update that survives rounding
         squares = dot(real, real)
         if not math.isfinite(squares):
             raise CoterieError(
