@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_models import EOS, PROMPTS, VOCABULARY, CharEncoder, TinyPolicy, tiny_policy
 from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from coterie.engines.llama import LlamaDecoder
 from coterie.engines.reference import ReferenceDecoder
@@ -141,6 +142,27 @@ def test_ro12_results_do_not_depend_on_batch_order_or_neighbours(kind: str) -> N
     assert same({(0, j): together[2, j] for j in range(2)}, alone)
     texts = {tuple(s.token_ids.tolist()) for (i, _), s in together.items() if i == 2}
     assert len(texts) == 5  # and no two samples are copies
+
+
+def test_ro12_to_the_last_bit_at_real_sizes() -> None:
+    """Grouped heads of a real width, prompts on both sides of the length at which kernels cut their sums."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        **sizes, head_dim=64, vocab_size=4099, num_hidden_layers=2, max_position_embeddings=512, initializer_range=0.2
+    )
+    policy = TinyPolicy(LlamaForCausalLM(config), CharEncoder())
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, 4099, (n,), generator=generator).tolist() for n in (400, 215, 30, 7)]
+    together = generate(policy, prompts, n=[3, 1, 4, 2], sampling=Sampling(9))
+    alone = generate(policy, prompts, n=[3, 1, 4, 2], sampling=Sampling(9), token_budget=1)
+    for key, sample in together.items():
+        assert sample.token_ids.tolist() == alone[key].token_ids.tolist()
+        np.testing.assert_allclose(sample.logprobs, alone[key].logprobs, atol=1e-4)
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where it was measured
+            assert np.array_equal(sample.logprobs, alone[key].logprobs)
+    for (i, _), sample in together.items():
+        np.testing.assert_allclose(sample.logprobs, rescored(policy, prompts[i], sample), atol=1e-4)
 
 
 def test_equal_prompts_are_prefilled_once_and_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:

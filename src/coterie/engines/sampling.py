@@ -45,15 +45,15 @@ class Sampler:
             scores = scores * self.inverse_temperature  # [R, V]
         if self.top_k or self.top_p < 1.0:
             scores = cut(scores, self.top_k, self.top_p)  # [R, V]
-        peak = scores.amax(dim=-1, keepdim=True)  # [R, 1]
-        weight = torch.sub(scores, peak).exp_()  # [R, V] unnormalised probabilities, the largest is 1
+        probs = scores.softmax(-1)  # [R, V]
         if self.greedy:
-            token = scores.argmax(dim=-1, keepdim=True)  # [R, 1]
-            total = weight.sum(-1, keepdim=True)  # [R, 1]
+            token = scores.argmax(-1, keepdim=True)  # [R, 1]
+            total = probs.sum(-1, keepdim=True)  # [R, 1]
         else:
-            token, total = invert_cdf(weight, uniform.unsqueeze(-1))  # [R, 1], [R, 1]
+            token, total = invert_cdf(probs, uniform.unsqueeze(-1))  # [R, 1], [R, 1]
             token.clamp_(max=scores.shape[-1] - 1)  # only a NaN is found nowhere, and its log-prob says so
-        logprob = scores.gather(-1, token).sub_(peak).sub_(total.log())  # [R, 1]
+        # A sampled token's probability is far above the smallest float32 (uniforms have 52 bits), so its log is exact.
+        logprob = (probs.gather(-1, token) / total).log()  # [R, 1]
         return token.squeeze(-1), logprob.squeeze(-1).float()
 
 
