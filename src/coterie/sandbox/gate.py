@@ -58,8 +58,12 @@ def check(task: str, text: str) -> None:
         if grammar == "literal":
             return
         raise NotAnExpression(f"not a formula: {text[:60]!r}") from e
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         _check_node(node, grammar)
+    for node in nodes:
+        if grammar == "expression" and isinstance(node, _LISTS):
+            raise NotAnExpression(f"not a formula: {type(node).__name__}")
 
 
 def _check_node(node: ast.AST, grammar: str) -> None:
@@ -74,8 +78,6 @@ def _check_node(node: ast.AST, grammar: str) -> None:
             raise Forbidden(f"call of {ast.unparse(node.func)[:40]!r}")
     elif not isinstance(node, _FORMULA + _LISTS):
         raise Forbidden(type(node).__name__)
-    elif not isinstance(node, _FORMULA):
-        raise NotAnExpression(f"not a formula: {type(node).__name__}")
     elif isinstance(node, ast.Constant) and not isinstance(node.value, int | float):
         raise Forbidden(f"constant {str(node.value)[:40]!r}")
 

@@ -78,6 +78,7 @@ class Pool:
     def _run(self) -> None:
         worker: _Process | None = None
         todo: list[_Job] = []
+        suspect: _Job | None = None
         open_for_jobs = True
         while open_for_jobs or todo:
             try:
@@ -92,8 +93,9 @@ class Pool:
                 worker.kill()
                 worker = None
                 self.restarts += 1
-                if todo:
+                if todo and todo[0] is suspect:
                     todo.pop(0)[2].set_result(breach("worker", str(e)))
+                suspect = todo[0] if todo else None  # tried once more: the loss may not be its fault
         if worker is not None:
             worker.kill()
 
@@ -141,9 +143,8 @@ class _Process:
         self._deadline_s = timeout_s + _GRACE_S
         self._folder = tempfile.mkdtemp(prefix="coterie-scoring-")
         source = str(Path(__file__).resolve().parents[2])
-        readable = sorted({p for p in [source, *sys.path, sys.base_prefix + "/lib"] if p and os.path.exists(p)})
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, source, str(memory_mb), str(timeout_s), *readable],
+            [sys.executable, "-I", "-c", _START, source, str(memory_mb), str(timeout_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

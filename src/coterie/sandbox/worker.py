@@ -91,17 +91,17 @@ class Worker:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point: ``argv`` holds the memory limit (MiB), the time limit (s) and the folders that stay readable."""
+    """Entry point: ``argv`` holds the memory limit (MiB) and the time limit (s)."""
     walls.die_with_parent()
     request, reply = _take_pipes()
     try:
-        _serve(request, reply, int(argv[0]), float(argv[1]), argv[2:])
+        _serve(request, reply, int(argv[0]), float(argv[1]))
     except Exception as e:  # told to the trainer, whose side raises it
         frames.send(reply, json.dumps({"error": f"{type(e).__name__}: {e}"}).encode())
         raise
 
 
-def _serve(request: int, reply: int, memory_mb: int, timeout_s: float, readable: list[str]) -> None:
+def _serve(request: int, reply: int, memory_mb: int, timeout_s: float) -> None:
     jobs.prepare()
     memory_mb += walls.mapped_mb()
     report = walls.namespaces()
@@ -115,7 +115,7 @@ def _serve(request: int, reply: int, memory_mb: int, timeout_s: float, readable:
     walls.die_with_parent()
     report["no new privileges"] = walls.no_new_privileges()
     report["capabilities"] = walls.drop_capabilities()
-    report["files"], report["tcp and signals"] = walls.landlock(readable)
+    report["files"], report["tcp and signals"] = walls.landlock(sys.path)  # the interpreter's own folders
     walls.hide_memory()
     Worker(request, reply, memory_mb, timeout_s).serve(report)
 

@@ -15,9 +15,10 @@ import inspect
 import json
 import os
 import random
+import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cache, lru_cache
 from typing import Any
 
@@ -199,7 +200,8 @@ def _dataset(name: str, params: str) -> Any:
     import reasoning_gym
 
     try:
-        return reasoning_gym.create_dataset(name, seed=SEED, size=_index_range(name), **json.loads(params))
+        with redirect_stdout(sys.stderr):  # a library prints progress while it loads; standard output is the user's
+            return reasoning_gym.create_dataset(name, seed=SEED, size=_index_range(name), **json.loads(params))
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError, IndexError) as e:
         reason = str(e) or "the library refuses these values"
         raise UserError(f"task {name}: parameters {params}: {reason}") from e
