@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sqlite3
 import time
@@ -15,14 +16,18 @@ from coterie.swarm.local import LocalExchange, read_nodes
 
 
 def test_two_processes_share_through_one_file(tmp_path: Path) -> None:
-    nodes = [Worker(tmp_path, i, steps=30, pause=0.05, exchange="local") for i in (1, 2)]
+    nodes = [Worker(tmp_path, i, steps=40, pause=0.05, exchange="local") for i in (1, 2)]
+    wait_for(lambda: all(n.steps() for n in nodes))
+    there = {node: json.loads(info) for node, _, _, info in read_nodes(tmp_path / "swarm.sqlite")}
+    assert {line["node"] for n in nodes for line in n.steps()} == set(there)
+    assert all(set(info["tasks"]) == {"add"} for info in there.values())
     assert [n.end() for n in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
     for n in nodes:
         got = [g for line in n.steps() for g in line["got"]]
         assert len(got) == len(set(got)) >= 10
         assert n.steps()[-1]["mode"] in ("sharing", "degraded")
     assert any(line["mode"] == "sharing" for line in nodes[0].steps())
-    assert len(read_nodes(tmp_path / "swarm.sqlite")) == 2
+    assert read_nodes(tmp_path / "swarm.sqlite") == []  # both have left
 
 
 def _kill_and_restart(tmp_path: Path, nodes: int, kills: int, seed: int) -> None:

@@ -90,6 +90,11 @@ class LocalExchange:
         return {"swarm/bytes_received": float(self._bytes), "swarm/exchange_errors": float(self._errors)}
 
     def close(self) -> None:
+        try:
+            with _transaction(self._db):
+                self._db.execute("DELETE FROM nodes WHERE node = ?", (self._node,))
+        except sqlite3.Error as e:  # status will show this node as not seen lately
+            self._fail(e)
         self._db.close()
 
     def _read(self, request: Request) -> list[bytes]:

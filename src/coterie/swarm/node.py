@@ -141,7 +141,7 @@ class SwarmNode:
         self._beat_at = float("-inf")
         self._tasks = Counter[str]()  # of the groups published
         self._accuracy: float | None = None
-        self._wasted = 0.0
+        self._wasted = self._publish_s = 0.0
         self._last: dict[str, float] = {}
         self._counts = Counter[str]()
 
@@ -149,6 +149,7 @@ class SwarmNode:
         """Sign and send own groups (never blocks on a peer). What cannot be sent is counted as ``unsendable``."""
         if self.cfg.share == "nothing":
             return
+        start = time.monotonic()
         frames = []
         for group in groups:
             self.pool.remember(group)
@@ -173,6 +174,7 @@ class SwarmNode:
         self._published += len(frames)
         self._sent_bytes += sum(map(len, frames))
         self.exchange.publish(frames)
+        self._publish_s = time.monotonic() - start
 
     def collect(self, step: int) -> list[Group]:
         """Peers' groups for this step: verified, scored here, chosen; none of them ever returned before.
@@ -353,6 +355,7 @@ class SwarmNode:
             "swarm/received": float(self._counts["received"]),
             "swarm/accepted": float(self._counts["accepted"]),
             "swarm/collect_s": seconds,
+            "swarm/publish_s": self._publish_s,
         }
         if rewards:
             self._last["peer/reward"] = self._counts["reward_sum_1e6"] / 1e6 / rewards

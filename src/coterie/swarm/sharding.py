@@ -25,7 +25,7 @@ def random_leaf(rng: random.Random) -> str:
 def plan(fraction: float) -> tuple[int, int]:
     """(depth, count) of the subtrees that cover about ``fraction`` of all leaves: count / 16^depth, count in 4..63.
 
-    Depth 0 means everything. The error is at most 1/8 of the fraction, except below 4 / 16^4 (one leaf is the least).
+    Depth 0 means everything. The error is at most 1/7 of the fraction, except below 4 / 16^4 (one leaf is the least).
     """
     if fraction >= 1 - 1 / 32:
         return 0, 1

@@ -1,0 +1,46 @@
+"""The swarm inside the real loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.config import Config, config_from_dict
+from coterie.run import Run
+
+
+def config(run_dir: Path, **swarm: Any) -> Config:
+    return config_from_dict(
+        {
+            "run_dir": str(run_dir),
+            "steps": 2,
+            "seed": 3,
+            "threads": 1,
+            "tasks": {"count_bits": {"params": {"min_n": 1, "max_n": 1023}}},
+            "rollout": {"problems": 4, "group_size": 6, "max_new_tokens": 32},
+            "eval": {"every": 0, "problems": 1, "samples": 1},
+            "swarm": swarm,
+        }
+    )
+
+
+def weights(cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Weights after the run, and its last metrics; fails if the run has not changed the weights."""
+    with Run(cfg, quiet=True) as run:
+        before = {k: v.clone() for k, v in run.trainer.policy.weights().items()}
+        while not run.done:
+            run.advance()
+        after = {k: v.clone() for k, v in run.trainer.policy.weights().items()}
+        assert any(not torch.equal(before[k], after[k]) for k in after)
+        return after, run.metrics
+
+
+def test_a_node_that_asks_for_no_peer_groups_trains_as_if_alone(tmp_path: Path) -> None:
+    alone, _ = weights(config(tmp_path / "alone"))
+    path = str(tmp_path / "swarm.sqlite")
+    member, metrics = weights(config(tmp_path / "member", exchange="local", path=path, peer_groups=0))
+    assert metrics["swarm/published"] == 8
+    assert alone.keys() == member.keys() and all(torch.equal(alone[k], member[k]) for k in alone)
+    assert metrics["swarm/publish_s"] < 0.05 * metrics["time/step_s"]  # the bar is 2%; a busy machine gets some slack
