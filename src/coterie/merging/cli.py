@@ -125,8 +125,13 @@ def interference_command(
 
     if dry_run:
         inputs = open_recipe_inputs(recipe)
-        planned = {"tensors": len(inputs.entries), "values": sum(e.base.numel for e in inputs.entries if e.merged),
-                   "experts": [e.label for e in inputs.experts], "dtypes": inputs.dtypes(), "notes": list(inputs.notes)}  # fmt: skip
+        planned = {
+            "tensors": len(inputs.entries),
+            "values": sum(e.base.numel for e in inputs.entries if e.merged),
+            "experts": [e.label for e in inputs.experts],
+            "dtypes": inputs.dtypes(),
+            "notes": list(inputs.notes),
+        }
         _emit(planned) if as_json else _show_plan({**planned, "warnings": []})
         return
     report = interference(recipe, top_k=top_k, matrices=matrices, chunk_mib=chunk_mib)
