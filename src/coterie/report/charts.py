@@ -49,41 +49,102 @@ CHARTS = (
 )  # fmt: skip
 
 
-def held_out(runs: list[RunLog]) -> list[tuple[str, str, str]]:
+_MANY = 5  # more runs than this are drawn as one line per group, with a band from the lowest to the highest run
+_SMOOTH = 40  # series longer than this are drawn as a moving mean over a twentieth of their length
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: a run, or the mean of a group of runs with the band they span."""
+
+    name: str
+    x: list[int]
+    y: list[float]
+    low: list[float] | None = None
+    high: list[float] | None = None
+
+
+def held_out(runs: list[RunLog]) -> list[tuple[str, str]]:
     """Held-out accuracy: the mean over tasks, then one chart per task with its 95% interval."""
-    out = [_div(_lines(runs, {"eval/accuracy": "mean over tasks"}, "Held-out accuracy, all tasks", "share right", True))]
-    notes = ["Mean over tasks of sampled pass@1 on problems that are never trained on."]
-    tasks = sorted({t for r in runs for t in r.eval_tasks()})
-    for task in tasks:
-        out.append(_div(_interval_figure(runs, task)))
-        notes.append("Sampled pass@1 with its 95% interval over problems.")
-    return [("", d, n) for d, n in zip(out, notes, strict=True)]
+    mean = _chart(runs, {"eval/accuracy": "mean over tasks"}, "Held-out accuracy, all tasks", "share right", True)
+    out = [(mean, "Mean over tasks of sampled pass@1 on problems that are never trained on.")]
+    for task in sorted({t for r in runs for t in r.eval_tasks()}):
+        if len(runs) > _MANY:
+            keys = {f"eval/{task}/accuracy": "held-out"}
+            out.append((_chart(runs, keys, f"Held-out: {task}", "share right", True), "Sampled pass@1."))
+        else:
+            out.append((_div(_intervals(runs, task)), "Sampled pass@1 with its 95% interval over problems."))
+    return out
 
 
-def others(runs: list[RunLog]) -> list[tuple[str, str, str]]:
+def others(runs: list[RunLog]) -> list[tuple[str, str]]:
     """The remaining charts, where at least one run logged a value."""
     out = []
     for c in CHARTS:
         keys = {k: n for k, n in c.keys.items() if any(r.series(k)[0] for r in runs)}
+        if len(runs) > _MANY:
+            keys = dict(list(keys.items())[:1])
         if keys:
-            out.append(("", _div(_lines(runs, keys, c.title, c.unit, c.share)), c.note))
+            out.append((_chart(runs, keys, c.title, c.unit, c.share), c.note))
     return out
 
 
-def _lines(runs: list[RunLog], keys: dict[str, str], title: str, unit: str, share: bool) -> go.Figure:
+def reading_note(runs: list[RunLog]) -> str:
+    """How the lines are to be read."""
+    long = "Long curves are moving means over a twentieth of the run. " if _steps(runs) > _SMOOTH else ""
+    many = (
+        "Runs of one folder are drawn as their mean, with a band from the lowest to the highest run."
+        if len(runs) > _MANY
+        else ""
+    )
+    return long + many
+
+
+def _chart(runs: list[RunLog], keys: dict[str, str], title: str, unit: str, share: bool) -> str:
     fig = _figure(title, unit, share)
-    for i, run in enumerate(runs):
-        for j, (key, name) in enumerate(keys.items()):
-            x, y = run.series(key)
-            label = name if len(runs) == 1 else run.name if len(keys) == 1 else f"{run.name}: {name}"
-            colour, dash = (COLOURS[j % 7], DASHES[j % 5]) if len(runs) == 1 else (COLOURS[i % 7], DASHES[(i + j) % 5])
-            mode = "lines+markers" if len(x) < 30 else "lines"
-            fig.add_scatter(x=x, y=y, name=label, mode=mode, line={"color": colour, "dash": dash, "width": 2})
-    fig.update_layout(showlegend=len(runs) * len(keys) > 1)
-    return fig
+    lines = [(key, line) for key, name in keys.items() for line in _lines(runs, key, name, len(keys) > 1)]
+    for i, (_, line) in enumerate(lines):
+        colour = COLOURS[i % len(COLOURS)]
+        if line.low is not None and line.high is not None:
+            fig.add_scatter(x=line.x + line.x[::-1], y=line.high + line.low[::-1], fill="toself", line={"width": 0},
+                            fillcolor=colour, opacity=0.15, hoverinfo="skip", showlegend=False)  # fmt: skip
+        mode = "lines+markers" if len(line.x) < 30 else "lines"
+        style = {"color": colour, "dash": DASHES[i % len(DASHES)], "width": 2}
+        fig.add_scatter(x=line.x, y=line.y, name=line.name, mode=mode, line=style)
+    fig.update_layout(showlegend=len(lines) > 1)
+    return _div(fig)
 
 
-def _interval_figure(runs: list[RunLog], task: str) -> go.Figure:
+def _lines(runs: list[RunLog], key: str, name: str, several: bool) -> list[Line]:
+    series = [(r, *r.series(key)) for r in runs]
+    if len(runs) <= _MANY:
+        label = {r.name: name if len(runs) == 1 else f"{r.name}: {name}" if several else r.name for r in runs}
+        return [Line(label[r.name], x, _smooth(y)) for r, x, y in series if x]
+    out = []
+    for group in dict.fromkeys(r.group for r in runs):
+        at: dict[int, list[float]] = {}
+        for _, x, y in (s for s in series if s[0].group == group):
+            for step, value in zip(x, _smooth(y), strict=True):
+                at.setdefault(step, []).append(value)
+        steps = sorted(at)
+        mean = [sum(at[s]) / len(at[s]) for s in steps]
+        out.append(Line(group, steps, mean, [min(at[s]) for s in steps], [max(at[s]) for s in steps]))
+    return out
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Moving mean over the last twentieth (at least 5 values) of a long series; a short one as it is."""
+    if len(values) <= _SMOOTH:
+        return values
+    w = max(5, len(values) // 20)
+    return [sum(values[max(0, i - w + 1) : i + 1]) / min(i + 1, w) for i in range(len(values))]
+
+
+def _steps(runs: list[RunLog]) -> int:
+    return max(len(r.metrics) for r in runs)
+
+
+def _intervals(runs: list[RunLog], task: str) -> go.Figure:
     fig = _figure(f"Held-out: {task}", "share right", True)
     for i, run in enumerate(runs):
         x, y = run.series(f"eval/{task}/accuracy")
@@ -95,7 +156,7 @@ def _interval_figure(runs: list[RunLog], task: str) -> go.Figure:
             "arrayminus": [v - lo for lo, v in zip(low, y, strict=True)],
             "thickness": 1,
         }
-        line = {"color": COLOURS[i % 7], "dash": DASHES[i % 5], "width": 2}
+        line = {"color": COLOURS[i % len(COLOURS)], "dash": DASHES[i % len(DASHES)], "width": 2}
         fig.add_scatter(x=x, y=y, error_y=bars, name=run.name, mode="lines+markers", line=line)
     fig.update_layout(showlegend=len(runs) > 1)
     return fig
@@ -108,9 +169,9 @@ def _figure(title: str, unit: str, share: bool) -> go.Figure:
         xaxis={"title": {"text": "step"}, "rangemode": "tozero", "gridcolor": "#e6e6e6"},
         yaxis={"title": {"text": unit}, "rangemode": "tozero", "gridcolor": "#e6e6e6"},
         template="plotly_white",
-        height=300,
-        margin={"l": 60, "r": 15, "t": 45, "b": 45},
-        legend={"orientation": "h", "y": -0.25},
+        height=320,
+        margin={"l": 60, "r": 15, "t": 45, "b": 80},
+        legend={"orientation": "h", "y": -0.28, "yanchor": "top", "font": {"size": 11}},
     )
     if share:
         fig.update_yaxes(tickformat=".0%")
@@ -118,4 +179,6 @@ def _figure(title: str, unit: str, share: bool) -> go.Figure:
 
 
 def _div(fig: go.Figure) -> str:
-    return str(fig.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}))
+    return str(
+        fig.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
+    )

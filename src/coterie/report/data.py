@@ -12,9 +12,10 @@ from coterie.rundir import read_jsonl
 
 @dataclass(frozen=True)
 class RunLog:
-    """One run's files."""
+    """One run's files. ``group`` is what runs are averaged under when there are many: the folder they share."""
 
     name: str
+    group: str
     path: Path
     config: str
     metrics: list[dict[str, Any]]
@@ -47,8 +48,9 @@ def load_runs(paths: list[Path]) -> list[RunLog]:
     """
     if not paths:
         raise UserError("report: name at least one run directory")
+    names = _short_names(paths)
     runs = []
-    for path in paths:
+    for path, name in zip(paths, names, strict=True):
         if not (path / "metrics.jsonl").is_file():
             raise UserError(f"{path}: no metrics.jsonl there; is it a run directory?")
         metrics = list(read_jsonl(path / "metrics.jsonl"))
@@ -58,7 +60,8 @@ def load_runs(paths: list[Path]) -> list[RunLog]:
         config = path / "config.toml"
         runs.append(
             RunLog(
-                path.name or str(path.resolve().name),
+                name,
+                name.rpartition("/")[0] or name,
                 path,
                 config.read_text(encoding="utf-8") if config.is_file() else "",
                 metrics,
@@ -66,7 +69,15 @@ def load_runs(paths: list[Path]) -> list[RunLog]:
                 (path / "DONE").exists(),
             )
         )
-    names = [r.name for r in runs]
-    if len(set(names)) < len(names):
-        runs = [RunLog(str(r.path), *[getattr(r, f) for f in list(RunLog.__dataclass_fields__)[1:]]) for r in runs]
     return runs
+
+
+def _short_names(paths: list[Path]) -> list[str]:
+    """The paths without the folders they all share."""
+    parts = [p.resolve().parts for p in paths]
+    if len(parts) == 1:
+        return [parts[0][-1]]
+    shared = 0
+    while all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1:
+        shared += 1
+    return ["/".join(p[shared:]) for p in parts]

@@ -21,7 +21,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     import jinja2
     from plotly.offline import get_plotlyjs
 
-    from coterie.report.charts import held_out, others
+    from coterie.report.charts import held_out, others, reading_note
 
     runs = load_runs(list(paths))
     loader = jinja2.PackageLoader("coterie.report", "")
@@ -32,6 +32,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         headline=[_headline(r) for r in runs],
         tasks=_task_table(runs),
         charts=held_out(runs) + others(runs),
+        reading_note=reading_note(runs),
         transcripts=[(r, _spread(r.trajectories)) for r in runs if r.trajectories],
     )
     write_atomic(out, page)
