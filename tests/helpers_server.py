@@ -155,7 +155,7 @@ FAULTS: dict[str, Callable[[_Handler, dict[str, Any]], None]] = {
     "disconnect": _disconnect,
     "half": _half,
     "gzip": _gzip_bomb,
-    "500": lambda h, b: h.send_json(500, {"error": {"message": "boom"}}),
+    "500": lambda h, b: h.send_json(500, {"error": {"message": "boom\x1b[31m"}}),
     "404": lambda h, b: h.send_json(404, {"error": {"message": "no such model"}}),
     "401": lambda h, b: h.send_json(401, {"error": {"message": f"bad key {h.headers.get('Authorization')}"}}),
     "redirect": lambda h, b: h.send_json(302, {}, {"Location": "http://127.0.0.1:9/"}),

@@ -104,6 +104,7 @@ def test_a_fault_is_a_failed_question_and_the_rollout_goes_on(fault: str, kind: 
     with serving(faulty) as server, helper_set(server.url, {"verify": fault}, timeout_s=0.3) as helpers:
         (t,) = ask(helpers)
     assert t.failed is not None and t.failed.startswith(f"helper verify: {kind}: ")
+    assert "\n" not in t.failed and "\x1b" not in t.failed  # shown on a terminal
     assert [c.outcome for c in t.consults] == ["failed"]
     assert (t.source == Source.HELPER).sum() == 0 and t.text.endswith("4")
 

@@ -125,6 +125,7 @@ notes = { limit = "[-]", invalid = "[?]", unavailable = "[!]" }
 start = "("
 end = ")"
 description = ""
+example = ""
 cut_answers = true
 system = ""
 user = "$query"

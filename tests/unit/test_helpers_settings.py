@@ -35,10 +35,10 @@ def test_the_system_block_names_roles_tags_and_limits() -> None:
 def test_a_users_file_changes_only_what_it_names(tmp_path: Path) -> None:
     file = tmp_path / "p.toml"
     file.write_text('[full]\nopen = "<<"\nclose = ">>"\n[full.roles.search]\nstart = "<s>?"\nend = "?"\n'
-                    'description = "finds"\ncut_answers = false\nsystem = ""\nuser = "$query costs $$5"\n')  # fmt: skip
+                    'description = "finds"\nexample = ""\ncut_answers = false\nsystem = ""\nuser = "$query $$5"\n')  # fmt: skip
     form = load_form("full", str(file))
     assert form.open == "<<" and form.roles["verify"].tags == load_form("full").roles["verify"].tags
-    assert form.roles["search"].messages(REQUEST) == ("", "1+1 costs $5")
+    assert form.roles["search"].messages(REQUEST) == ("", "1+1 $5")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from coterie.config import HelperConfig
 from coterie.errors import UserError
 from coterie.helpers.prompts import RolePrompt
 from coterie.helpers.protocol import HelperError, HelperReply, HelperRequest
+from coterie.helpers.sanitise import one_line
 
 _RETRIED = frozenset({408, 409, 425, 429})  # and every 5xx
 
@@ -154,7 +155,7 @@ class OpenAIHelper:
 
     def _shown(self, detail: str) -> str:
         """Error text for people: one line, and never with the key in it (some servers echo it)."""
-        clean = " ".join(detail.split())
+        clean = one_line(detail)
         return clean.replace(self._key, "***") if self._key else clean
 
 

@@ -10,7 +10,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,28 +64,25 @@ class HelperPool:
     def submit(self, helper: RemoteHelper, request: HelperRequest) -> Future[Outcome]:
         return asyncio.run_coroutine_threadsafe(self._ask(helper, request), self._loop)
 
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a helper's own clean-up on the loop it used."""
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=10)
-
     def resting(self, helper: RemoteHelper) -> bool:
         """Whether ``helper`` failed so often that it is not being asked at the moment."""
         breaker = self._breakers.get(id(helper))
         return breaker is not None and breaker.resting(time.monotonic())
 
-    def close(self) -> None:
-        """Cancel what is in flight and stop the thread. Futures still waited for end as cancelled."""
+    def close(self, *clean_up: Coroutine[Any, Any, None]) -> None:
+        """Cancel what is in flight, run the helpers' own clean-up on the loop they used, and stop the thread."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(timeout=10)
+            asyncio.run_coroutine_threadsafe(self._end(clean_up), self._loop).result(timeout=10)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=10)
             self._loop.close()
 
-    async def _cancel_all(self) -> None:
+    async def _end(self, clean_up: Sequence[Coroutine[Any, Any, None]]) -> None:
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         for t in tasks:
             t.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*clean_up)
 
     async def _ask(self, helper: RemoteHelper, request: HelperRequest) -> Outcome:
         start = time.monotonic()

@@ -15,7 +15,7 @@ from coterie.helpers.protocol import HelperRequest, Tags
 
 _FORM_KEYS = {"block", "role_block", "open", "close", "close_cut", "notes", "roles"}
 _NOTE_KEYS = {"limit", "invalid", "unavailable"}
-_ROLE_KEYS = {"start", "end", "description", "cut_answers", "system", "user"}
+_ROLE_KEYS = {"start", "end", "description", "example", "cut_answers", "system", "user"}
 _REQUEST_FIELDS = {"question": "", "query": "", "shown": ""}
 
 
@@ -25,6 +25,7 @@ class RolePrompt:
 
     tags: Tags
     description: str
+    example: str
     cut_answers: bool
     system: str
     user: Template
@@ -54,6 +55,7 @@ class Form:
         for role, limit in limits.items():
             r = self.roles[role]
             values = {"name": role, "description": r.description, "start": r.tags.start, "end": r.tags.end}
+            values["example"] = r.example
             parts.append(self.role_block.substitute(values, limit=limit).strip())
         return self.block.substitute(roles="\n\n".join(parts)).strip()
 
@@ -101,12 +103,12 @@ def _form(name: str, data: Any, where: str) -> Form:
         _check_keys(r, _ROLE_KEYS, at)
         user = _template(r["user"], _REQUEST_FIELDS, f"{at}.user")
         roles[role] = RolePrompt(
-            Tags(role, r["start"], r["end"]), r["description"], bool(r["cut_answers"]), r["system"], user
+            Tags(role, r["start"], r["end"]), r["description"], r["example"], bool(r["cut_answers"]), r["system"], user
         )
     for kind, text in data["notes"].items():
         _template(text, {"tags": ""}, f"{where} notes.{kind}")
     _check_tags([r.tags for r in roles.values()], data, where)
-    role_fields = {"name": "", "description": "", "start": "", "end": "", "limit": ""}
+    role_fields = {"name": "", "description": "", "start": "", "end": "", "limit": "", "example": ""}
     return Form(
         name,
         _template(data["block"], {"roles": ""}, f"{where} block"),

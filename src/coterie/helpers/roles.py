@@ -82,10 +82,7 @@ class HelperSet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.pool is not None:
-            for helper in self.helpers.values():
-                if isinstance(helper, OpenAIHelper):
-                    self.pool.run(helper.aclose())
-            self.pool.close()
+            self.pool.close(*(h.aclose() for h in self.helpers.values() if isinstance(h, OpenAIHelper)))
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """Ids of the tagged prompt (evaluation modes `tagged` and `helped`, and helped trajectories in training)."""

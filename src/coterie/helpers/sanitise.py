@@ -18,6 +18,11 @@ _STRAY = re.compile(r"</?(?:answer|think)>", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
+def one_line(text: str) -> str:
+    """Foreign text for a log line: no line breaks, nothing that drives a terminal."""
+    return _CONTROL.sub("", " ".join(text.split()))
+
+
 def strip_think(text: str) -> str:
     """``text`` without reasoning blocks. A block never closed runs to the end; one never opened began in the prompt."""
     first = _THINK_TAG.search(text)
