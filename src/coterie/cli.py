@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.errors import CoterieError, UserError
-from coterie.swarm.cli import register as register_swarm
+from coterie.helpers import cli as helpers_cli
+from coterie.merging import cli as merging_cli
+from coterie.swarm import cli as swarm_cli
 
 app = typer.Typer(
     name="coterie",
@@ -172,7 +174,6 @@ def doctor(as_json: Json = False) -> None:
 
 tasks_app = typer.Typer(no_args_is_help=True, help="What can be trained on.")
 app.add_typer(tasks_app, name="tasks")
-register_swarm(app)
 
 
 @tasks_app.command("list")
@@ -225,6 +226,10 @@ def bench(
         emit(result)
     else:
         Console().print_json(data=result)
+
+
+for part in (swarm_cli, helpers_cli, merging_cli):
+    part.register(app)
 
 
 def _ints(text: str, flag: str) -> list[int]:
