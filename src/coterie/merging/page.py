@@ -7,47 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader
 
 from coterie.errors import UserError
 from coterie.merging.tables import number
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Interference</title>
-<style>
-body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:.5rem 0 1.5rem}td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child{text-align:left}figure{display:inline-block;margin:0 2rem 1rem 0;vertical-align:top}
-figcaption{font-size:13px;color:#555}svg text{font:11px system-ui,sans-serif}code{font-size:13px}
-</style>
-<h1>Interference of {{ r.experts|length }} experts</h1>
-<p>Base <code>{{ r.base }}</code>. Norms, cosines and shares are over {{ r["all"]["values"] }} merged values unless a scope is named.</p>
-<h2>What the figures say</h2><ul>{% for line in r.reading %}<li>{{ line }}</li>{% endfor %}</ul>
-<h2>Experts</h2>
-<table><tr><th>expert<th>L2 norm, all values<th>relative to base<th>visible in bf16<th>null</tr>
-{% for n, e in r["all"].experts.items() %}<tr><td>{{ n }}<td>{{ num(e.l2_norm, ".4g") }}<td>{{ num(e.relative_to_base, ".2e") }}
-<td>{{ num(e.share_visible_in_bf16, ".2%") }}<td>{{ num(e.share_visible_in_bf16_null, ".2%") }}</tr>{% endfor %}</table>
-<h3>Share of weights changed by more than a threshold, stored in bf16: measured / null of dense drift</h3>
-<table><tr><th>expert{% for t in thresholds %}<th>{{ t }}{% endfor %}</tr>
-{% for n, e in r["all"].experts.items() %}<tr><td>{{ n }}{% for t in thresholds %}
-<td>{{ num(e.share_above_in_bf16[t], ".1%") }} / {{ num(e.share_above_in_bf16_null[t], ".1%") }}{% endfor %}</tr>{% endfor %}</table>
-{% if r["all"].pairs %}<h2>Pairs</h2>
-<p>Colours: cosine (left) and its z when whole rows of one delta are flipped at random (right); white is zero.</p>
-<figure>{{ cosines }}<figcaption>cosine, all values</figcaption></figure>
-<figure>{{ zs }}<figcaption>z, rows flipped</figcaption></figure>
-<h3>By module type</h3><figure>{{ kinds }}<figcaption>z, rows flipped, per module type</figcaption></figure>
-{% if r.per_layer %}<h3>By layer</h3><figure>{{ layers }}<figcaption>z, rows flipped, per layer</figcaption></figure>{% endif %}
-<table><tr><th>pair<th>cosine<th>chance ±<th>z, signs flipped<th>z, rows flipped<th>opposed energy<th>support Jaccard<th>its null</tr>
-{% for p in r["all"].pairs %}<tr><td>{{ p.experts|join(" · ") }}<td>{{ num(p.cosine, "+.2e") }}<td>{{ num(p.chance_cosine, ".1e") }}
-<td>{{ num(p.z_sign_flip, "+.1f") }}<td>{{ num(p.z_row_flip, "+.1f") }}<td>{{ num(p.sign_conflict_energy, ".1%") }}
-<td>{{ num(p.support_jaccard, ".3f") }}<td>{{ num(p.support_jaccard_null, ".3f") }}</tr>{% endfor %}</table>{% endif %}
-{% if r.subspaces and r.subspaces.matrices %}<h2>Subspaces</h2><p>Top {{ r.subspaces.top_k }} singular vectors; {{ r.subspaces.sampled }}.</p>
-<table><tr><th>matrix<th>pair<th>output overlap<th>chance<th>input overlap<th>chance</tr>
-{% for m in r.subspaces.matrices %}<tr><td>{{ m.tensor }}<td>{{ m.experts|join(" · ") }}<td>{{ num(m.left.overlap, ".3f") }}
-<td>{{ num(m.left.chance, ".3f") }}<td>{{ num(m.right.overlap, ".3f") }}<td>{{ num(m.right.chance, ".3f") }}</tr>{% endfor %}</table>{% endif %}
-{% if r.notes %}<h2>Notes</h2><ul>{% for line in r.notes %}<li>{{ line }}</li>{% endfor %}</ul>{% endif %}
-</html>
-"""
 
 
 def write_report(report: dict[str, Any], out: Path) -> None:
@@ -69,7 +32,7 @@ def html(report: dict[str, Any]) -> str:
     from markupsafe import Markup
 
     labels = list(report["all"]["experts"])
-    env = Environment(autoescape=True)
+    env = Environment(loader=PackageLoader("coterie.merging", "."), autoescape=True)
     values = {
         "cosines": _pair_map(report["all"], labels, "cosine", ".1e"),
         "zs": _pair_map(report["all"], labels, "z_row_flip", ".1f"),
@@ -78,7 +41,7 @@ def html(report: dict[str, Any]) -> str:
     }
     thresholds = list(next(iter(report["all"]["experts"].values()))["share_above"])
     marked = {k: Markup(v) for k, v in values.items()}
-    return env.from_string(_PAGE).render(r=report, num=number, thresholds=thresholds, **marked)
+    return env.get_template("interference.html.j2").render(r=report, num=number, thresholds=thresholds, **marked)
 
 
 def _pair_map(figures: dict[str, Any], labels: list[str], key: str, form: str) -> str:

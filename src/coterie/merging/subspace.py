@@ -98,6 +98,9 @@ def shared_initialisation(inputs: Inputs, most: int = 8) -> list[dict[str, Any]]
                 if cosines:
                     rank, width = a.pairs[shared[0]].a.shape
                     mean = sum(cosines) / len(cosines)
-                    out.append({"experts": [one, two], "mean_cosine_of_A": mean, "same_start": abs(mean) > 0.5,
+                    chance = (
+                        rank * width * len(cosines)
+                    ) ** -0.5  # standard deviation of the mean for different starts
+                    out.append({"experts": [one, two], "mean_cosine_of_A": mean, "same_start": abs(mean) > max(0.5, 4 * chance),
                                 "expected_cosine_of_same_task_with_different_starts": rank / width})  # fmt: skip
     return out

@@ -6,7 +6,8 @@ from typing import Any
 
 Z = 3.0  # standard deviations beyond which a cosine counts as more than chance
 NEAR = (0.8, 1.25)  # a measured share within these multiples of its null is "what chance gives"
-UNEVEN = 3.0
+UNEVEN = 3.0  # ratio of norms from which one delta dominates a plain sum
+DENSE = 0.9  # visible share above which nobody would call the update sparse
 
 CAVEAT = (
     "Weights alone never show that a merge is safe: near-orthogonal experts have kept anything from about half to all of their "
@@ -31,8 +32,8 @@ def reading(report: dict[str, Any]) -> list[str]:
     for a in report["adapters"]:
         if a["same_start"]:
             out.append(
-                f"{' and '.join(a['experts'])}: their A matrices have cosine {a['mean_cosine_of_A']:.2f}, so they started from the "
-                "same random numbers; overlap of their input subspaces is due to that, at least in part"
+                f"{' and '.join(a['experts'])}: their A matrices have cosine {a['mean_cosine_of_A']:.2f}: they started from "
+                "the same random numbers, and overlap of their input subspaces is due to that, at least in part"
             )
     return out
 
@@ -67,7 +68,7 @@ def _pair(pair: dict[str, Any], report: dict[str, Any]) -> list[str]:
 def _sparsity(label: str, e: dict[str, Any]) -> list[str]:
     seen, null = e["share_visible_in_bf16"], e["share_above_in_bf16_null"]["1e-05"]
     measured = e["share_above_in_bf16"]["1e-05"]
-    if not null or not e["l2_norm"]:
+    if not null or seen > DENSE:
         return []
     ratio = measured / null
     text = f"{label}: {seen:.1%} of its weights visibly changed in bf16; above 1e-5: {measured:.1%}, dense drift gives {null:.1%}"
