@@ -11,12 +11,15 @@ import pytest
 from helpers_kit import ScriptEngine, config, encoder
 from helpers_server import completion, serving
 
+from coterie.config import RolloutConfig
 from coterie.helpers import dialogue, openai
 from coterie.helpers.dialogue import DialogueStart, run_dialogues
 from coterie.helpers.openai import OpenAIHelper
 from coterie.helpers.prompts import load_form
 from coterie.helpers.protocol import HelperRequest
 from coterie.helpers.roles import HelperSet
+from coterie.rollout import rollout
+from coterie.tasks.scoring import Scorer
 from coterie.types import Problem, Sampling, Source
 
 CANARY = "7f3c9e-canary"
@@ -26,7 +29,9 @@ ROLES = ("verify", "knowledge", "reasoning")
 def problems(n: int) -> list[Problem]:
     """Problems whose answer is a nonce, wherever a task may put one."""
     return [
-        Problem(f"p{i}", "t", f"Question {i}?", reference=f"{CANARY}-{i}", metadata={"answer": CANARY})
+        Problem(
+            f"p{i}", "t", f"Question {i}?", reference=f"{CANARY}-{i}", verifier="exact", metadata={"answer": CANARY}
+        )
         for i in range(n)
     ]
 
@@ -46,25 +51,45 @@ def test_a_request_has_no_place_for_an_answer() -> None:
 
 
 def _script(text: str) -> str:
-    """Asks every role in turn, then answers."""
+    """Asks every role in turn, then answers; without helpers it just answers."""
     turn = text.count("\n<feedback>\n")
-    return f"step {turn} <{ROLES[turn]}>is step {turn} right</{ROLES[turn]}>" if turn < 3 else "<answer>1</answer>~"
+    if turn < 3 and "helper" in text:
+        return f"step {turn} <{ROLES[turn]}>is step {turn} right</{ROLES[turn]}>"
+    return f"<answer>{CANARY}-0</answer>~"
 
 
 def test_canary_over_a_whole_run() -> None:
-    """Everything that leaves for the helpers, as bytes on the wire, and everything they wrote back."""
+    """Problems to scored groups: everything that leaves for the helpers, as bytes on the wire, and what they wrote.
+
+    The verifier knows the answers (the scripted policy hits one of four), so they were within reach.
+    """
     with serving(lambda h, b: h.send_json(200, completion("sound"))) as server:
-        cfg = config({r: {"url": server.url, "model": "m"} for r in ROLES})
+        cfg = config({r: {"url": server.url, "model": "m"} for r in ROLES}, solo_min=1)
         form = load_form("full")
         helpers = {r: OpenAIHelper(h, form.roles[r], cfg.max_reply_bytes) for r, h in cfg.roles.items()}
-        with HelperSet(cfg, encoder(), 400, helpers, form) as all_helpers:
-            drawn = problems(4)
-            starts = [DialogueStart(p.prompt, all_helpers.prompt_ids(p.prompt), i, 2) for i, p in enumerate(drawn)]
-            rows = list(run_dialogues(ScriptEngine(_script), starts, all_helpers, Sampling(400)))
+        # The plain encoder puts what the policy is told before the problem, where the script can see it.
+        engine = ScriptEngine(_script)
+        rollout_cfg = RolloutConfig(problems=4, group_size=4, max_new_tokens=400, max_prompt_tokens=4096)
+        with HelperSet(cfg, encoder(False), 400, helpers, form) as all_helpers, Scorer() as scorer:
+            done = rollout(
+                engine,
+                encoder(False),
+                problems(4),
+                rollout_cfg,
+                scorer,
+                author="me",
+                version=0,
+                seed=0,
+                helpers=all_helpers,
+            )
         sent = [json.dumps(r) for r in server.requests]
-    assert len(sent) == 4 * 2 * 3 and all("Question" in s for s in sent)
+    rows = [t for g in done.groups for t in g.trajectories]
+    assert [t.mode for t in done.groups[0].trajectories] == ["solo", "helped", "helped", "helped"]
+    assert [g.rewards for g in done.groups] == [[1.0] * 4] + [[0.0] * 4] * 3
+    assert len(sent) == 4 * 3 * 3 and all("Question" in s for s in sent)
     assert not any(CANARY in s for s in sent)
-    assert not any(CANARY in s.text for _, _, t in rows for s in t.segments)
+    heard = [s.text for t in rows for s in t.segments if s.source is not Source.POLICY]
+    assert heard and not any(CANARY in text for text in heard)
 
 
 @pytest.mark.parametrize("leak", [r"the result is \boxed{42}", "<answer>42</answer>", "<think>42</think>hm"])
