@@ -13,6 +13,7 @@ from coterie.types import Sample, Sampling, StopReason
 
 if TYPE_CHECKING:
     from coterie.engines.base import Engine
+    from coterie.engines.torch import TorchEngine
     from coterie.policy import Policy
     from coterie.prompting import PromptEncoder
 
@@ -73,10 +74,11 @@ class LocalHelper:
 class AdaptersOff:
     """An engine that samples from a LoRA policy's base model: adapters are off while a row is decoded, on in between.
 
-    Costs no memory. Must not be iterated while the policy itself decodes (the dialogue loop asks between its rounds).
+    No second copy of the weights is kept: the engine's own, laid out for decoding, is dropped after every batch. Must not
+    be used while the policy itself decodes (the dialogue loop asks between its rounds).
     """
 
-    def __init__(self, engine: Engine, policy: Policy) -> None:
+    def __init__(self, engine: TorchEngine, policy: Policy) -> None:
         self.engine = engine
         self.policy = policy
 
@@ -87,4 +89,5 @@ class AdaptersOff:
         nothing of the caller's runs with adapters off."""
         with self.policy.model.disable_adapter():
             rows = list(self.engine.generate(prompts, n, sampling, seeds))
+            self.engine.release()
         yield from rows
