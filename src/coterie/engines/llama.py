@@ -122,29 +122,28 @@ class LlamaDecoder:
         beyond = torch.arange(longest, device=device) >= self.prompt_length[:, None]  # [P, Tp]
         masked = torch.zeros(beyond.shape, dtype=self.w.dtype, device=device).masked_fill(beyond, -torch.inf)  # [P, Tp]
         self.mask = masked.repeat_interleave(self.w.kv_heads, 0)[:, None]  # [P Hkv, 1, Tp]
+        self.views = [_views(own[:, :rows], prompt) for own, prompt in zip(self.own_kv, self.prompt_kv, strict=True)]
 
     def _attention(self, i: int, layer: Layer, x: Tensor, angles: Tensor) -> Tensor:
         """``x [R, d]`` -> [R, H D]. Writes the new key and value, then attends over prompt and own tokens."""
         w, t, n, longest = self.w, self.length, self.slots, self.prompt_kv[i].shape[-2]
         rows, group = x.shape[0], w.heads // w.kv_heads
-        q, k, v = _split(w, layer, layer.qkv(x))  # [R, H, D], [R, Hkv, D], [R, Hkv, D]
-        own_keys, own_values = self.own_kv[i][:, :rows]  # [R, Hkv, T, D] twice
-        q = _turn(q, angles)  # [R, H, D]
-        own_keys[:, :, t] = _turn(k, angles)
-        own_values[:, :, t] = v
-        prompt_keys, prompt_values = self.prompt_kv[i].flatten(1, 2)  # [P Hkv, Tp, D] twice
+        own, own_keys, own_values, prompt_keys, prompt_values = self.views[i]
+        q, k, v = _project(w, layer, x, angles)  # [R, H, D], [R, Hkv, D], [R, Hkv, D]
+        own[0, :, :, t] = k
+        own[1, :, :, t] = v
         by_prompt = (-1, w.kv_heads, n, group)  # P, Hkv, n, g
         by_row = (-1, w.kv_heads, group)  # R, Hkv, g
 
         q_slots = self._to_slots(q).view(-1, n, w.kv_heads, group, w.head_dim).transpose(1, 2)  # [P, Hkv, n, g, D]
-        prompt_scores = torch.bmm(q_slots.reshape(-1, n * group, w.head_dim), prompt_keys.transpose(1, 2))
+        prompt_scores = torch.bmm(q_slots.reshape(-1, n * group, w.head_dim), prompt_keys)  # [P Hkv, n g, Tp]
         prompt_scores += self.mask  # [P Hkv, n g, Tp]
         prompt_scores = prompt_scores.view(*by_prompt, longest).transpose(1, 2)  # [P, n, Hkv, g, Tp]
         prompt_scores = self._to_rows(prompt_scores.reshape(*by_row, longest))  # [R, Hkv, g, Tp]
-        own_scores = torch.bmm(q.view(-1, group, w.head_dim), own_keys[:, :, : t + 1].flatten(0, 1).transpose(1, 2))
+        own_scores = torch.bmm(q.reshape(-1, group, w.head_dim), own_keys[..., : t + 1])  # [R Hkv, g, t+1]
         scores = torch.cat([own_scores.view(*by_row, t + 1), prompt_scores], dim=-1)  # [R, Hkv, g, t+1 + Tp]
         p = scores.softmax(-1, dtype=torch.float32).to(w.dtype)  # [R, Hkv, g, t+1 + Tp]
-        out = torch.bmm(p[..., : t + 1].flatten(0, 1), own_values[:, :, : t + 1].flatten(0, 1))  # [R Hkv, g, D]
+        out = torch.bmm(p[..., : t + 1].flatten(0, 1), own_values[:, : t + 1])  # [R Hkv, g, D]
         p_slots = self._to_slots(p[..., t + 1 :]).view(-1, n, w.kv_heads, group, longest).transpose(1, 2)
         prompt_out = _in_blocks(p_slots.reshape(-1, n * group, longest), prompt_values)  # [P Hkv, n g, D]
         prompt_out = prompt_out.view(*by_prompt, w.head_dim).transpose(1, 2)  # [P, n, Hkv, g, D]
@@ -170,9 +169,8 @@ class LlamaDecoder:
         x = F.embedding(ids, w.embedding)  # [N, d]
         angles = torch.cat([self.angles[:t] for t in lengths])[:, None]  # [N, 1, D/2]
         for layer, stored in zip(w.layers, self.prompt_kv, strict=True):
-            q, k, v = _split(w, layer, layer.qkv(self._norm(x, layer.attention_norm)))  # [N, H, D], [N, Hkv, D] twice
-            q, k = _turn(q, angles), _turn(k, angles)  # [N, H, D], [N, Hkv, D]
-            out = torch.empty_like(q)  # [N, H, D]
+            q, k, v = _project(w, layer, self._norm(x, layer.attention_norm), angles)  # [N, H, D], [N, Hkv, D] twice
+            out = torch.empty(q.shape, dtype=q.dtype, device=device)  # [N, H, D]
             ones = zip(at, *(y.transpose(0, 1).split_with_sizes(lengths, 1) for y in (q, k, v, out)), strict=True)
             for i, q1, k1, v1, out1 in ones:  # [H, T, D], [Hkv, T, D] twice, [H, T, D]
                 stored[0, i, :, : k1.shape[1]] = k1
@@ -193,13 +191,23 @@ def _mlp(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
     return layer.down.plus(layer.up.times(x, layer.gate.silu(x)), residual)
 
 
-def _split(w: Weights, layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, (H + 2 Hkv) D] -> q [N, H, D], k [N, Hkv, D], v [N, Hkv, D], with Qwen3's norms applied."""
-    q, k, v = qkv.view(qkv.shape[0], -1, w.head_dim).split_with_sizes((w.heads, w.kv_heads, w.kv_heads), 1)
+def _views(own: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``own [2, R, Hkv, T, D]`` itself, then both caches as operands of products: keys [.., D, T], values [.., T, D]."""
+    own_keys, own_values = own.flatten(1, 2)  # [R Hkv, T, D] twice
+    prompt_keys, prompt_values = prompt.flatten(1, 2)  # [P Hkv, Tp, D] twice
+    return own, own_keys.transpose(1, 2), own_values, prompt_keys.transpose(1, 2), prompt_values
+
+
+def _project(w: Weights, layer: Layer, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``x [N, d]`` -> q [N, H, D] and k [N, Hkv, D] with Qwen3's norms and rotary embedding applied, v [N, Hkv, D]."""
+    qkv = layer.qkv(x).view(x.shape[0], -1, w.head_dim)  # [N, H + 2 Hkv, D]
+    qk = qkv[:, : w.heads + w.kv_heads]  # [N, H + Hkv, D]
     if layer.query_norm is not None and layer.key_norm is not None:
-        q = F.rms_norm(q.float(), (w.head_dim,), layer.query_norm, w.eps).to(w.dtype)
-        k = F.rms_norm(k.float(), (w.head_dim,), layer.key_norm, w.eps).to(w.dtype)
-    return q, k, v
+        q = F.rms_norm(qk[:, : w.heads].float(), (w.head_dim,), layer.query_norm, w.eps)  # [N, H, D]
+        k = F.rms_norm(qk[:, w.heads :].float(), (w.head_dim,), layer.key_norm, w.eps)  # [N, Hkv, D]
+        qk = torch.cat([q, k], dim=1).to(w.dtype)  # [N, H + Hkv, D]
+    qk = _turn(qk, angles)  # [N, H + Hkv, D]
+    return qk[:, : w.heads], qk[:, w.heads :], qkv[:, w.heads + w.kv_heads :]
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:
