@@ -136,6 +136,31 @@ def test_rw01_hostile_answers_to_evaluating_tasks_are_refused(task: str, scorer:
     _right(scorer, problem)
 
 
+@pytest.mark.parametrize("grammar", ["literal", "expression"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "().__class__", "(lambda: 1)()", "[x for x in [1]]", "f'{print(1)}'", "[1][0]", "(x := 1)", "1 if 1 else 2",
+        "eval('1')", "\uff45val('1')", "sin(eval('1'))", "sin(*[1])", "sin(x=1)", "sin(x)(y)", "S('1')", "Symbol('x')",
+        "\neval('1')", "\t eval('1')", "# coding: utf-7\neval('1')", "not 1", "1 < 2", "a @ b", "__builtins__", "b'x'.hex()",
+    ],
+)  # fmt: skip
+def test_the_gate_refuses_everything_that_can_act(text: str, grammar: str) -> None:
+    task = next(name for name, kind in gate.GRAMMARS.items() if kind == grammar)
+    with pytest.raises(gate.Forbidden):
+        gate.check(task, text)
+
+
+@pytest.mark.parametrize("text", ["x**2/2 + sin(3*x)*exp(-x) + C", "2*(10 + 3) - 2", "-x", "1.5e3", "sqrt(2)//1"])
+def test_the_gate_lets_formulas_pass(text: str) -> None:
+    gate.check("simple_integration", text)
+
+
+@pytest.mark.parametrize("text", ["[[1, 0], [0, 1]]", "['a', 'b']", "1 2 3", "_ Q _", "ABCDE", "[-1]", "((((" * 50])
+def test_the_gate_lets_lists_and_plain_text_pass(text: str) -> None:
+    gate.check("spiral_matrix", text)
+
+
 @pytest.mark.parametrize("task", EVALUATING)
 def test_rw01_the_cage_holds_where_the_answer_is_really_evaluated(
     task: str, open_gate: Scorer, outside: Outside

@@ -141,6 +141,11 @@ def test_rw28_one_dataset_object_per_task_and_parameters() -> None:
     assert reasoning_gym.dataset("gcd", {"max_numbers": 3}) is not reasoning_gym.dataset("gcd")
 
 
+def test_libraries_that_print_while_they_draw_are_kept_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    problem_from_id("reasoning_gym/boxnet#7")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_drawing_leaves_the_process_wide_random_state_alone() -> None:
     random.seed(1), np.random.seed(1)
     expected = random.random(), np.random.rand()

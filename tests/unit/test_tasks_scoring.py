@@ -13,6 +13,10 @@ from coterie.tasks import Scorer, list_names, problem_from_id
 from coterie.tasks.reasoning_gym import ReasoningGymTask
 from coterie.types import Problem
 
+pytestmark = pytest.mark.filterwarnings(  # a library leaves its data file open
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file:ResourceWarning"
+)
+
 SLOW = {"acre", "futoshiki", "knight_swap", "zebra_puzzles", "quantum_lock"}  # seconds to make one problem
 GARBAGE = ("garbage", "{", "[]", "null", "\x00", "[[1]]", '{"a": 1}', "-", "((((" * 100)
 
@@ -53,7 +57,6 @@ def _check_all(scorer: Scorer, names: list[str], indices: tuple[int, ...]) -> No
     assert {s.outcome for s in scores} <= {"ok", "error", "breach"}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a library leaves its data file open
 def test_rw04_every_task_right_answers_score_1_and_garbage_0(scorer: Scorer) -> None:
     _check_all(scorer, [n for n in list_names() if n not in SLOW], (11,))
     assert scorer.counts["error"] > 0  # prime_factorization and others raise on garbage: counted, not hidden

@@ -12,10 +12,10 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import io
 import json
 import os
 import random
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -200,7 +200,7 @@ def _dataset(name: str, params: str) -> Any:
     import reasoning_gym
 
     try:
-        with redirect_stdout(sys.stderr):  # a library prints progress while it loads; standard output is the user's
+        with redirect_stdout(io.StringIO()):  # as in _seeded
             return reasoning_gym.create_dataset(name, seed=SEED, size=_index_range(name), **json.loads(params))
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError, IndexError) as e:
         reason = str(e) or "the library refuses these values"
@@ -213,11 +213,13 @@ def _index_range(name: str) -> int:
 
 @contextmanager
 def _seeded(index: int) -> Iterator[None]:
+    """Process-wide generators seeded with ``index``, and no printing to the user's output (some tasks do), for one draw."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(index)
     np.random.seed(index)
     try:
-        yield
+        with redirect_stdout(io.StringIO()):
+            yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
