@@ -68,9 +68,16 @@ FAKES = {
 def scorer() -> Iterator[Scorer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COTERIE_CANARY", "secret")
-        with Scorer(ScoringConfig(timeout_s=1.5, memory_mb=256)) as s:
+        with Scorer(ScoringConfig(timeout_s=15.0, memory_mb=256)) as s:
             assert s.confined(), s.cage_report()
             yield s
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Scorer]:
+    """For answers that are to run out of time."""
+    with Scorer(ScoringConfig(timeout_s=1.0, memory_mb=256)) as s:
+        yield s
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +87,7 @@ def open_gate() -> Iterator[Scorer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COTERIE_CANARY", "secret")
         patch.setattr(pool, "_START", start)
-        with Scorer(ScoringConfig(timeout_s=1.5, memory_mb=256)) as s:
+        with Scorer(ScoringConfig(timeout_s=4.0, memory_mb=256)) as s:
             assert s.confined()
             yield s
 
@@ -185,16 +192,18 @@ def test_rw01_every_attack_on_every_task_without_the_gate(
 
 
 @pytest.mark.parametrize("task", ["countdown", "puzzle24", "polynomial_multiplication", "simple_integration"])
-def test_expensive_formulas_pass_the_gate_and_are_stopped(task: str, scorer: Scorer) -> None:
+def test_expensive_formulas_pass_the_gate_and_are_stopped(task: str, impatient: Scorer) -> None:
     problem = problem_from_id(f"reasoning_gym/{task}#11")
-    score = scorer.score([(problem, "<answer>9**9**9**9</answer>")])[0]
+    score = impatient.score([(problem, "<answer>9**9**9**9</answer>")])[0]
     assert (score.reward, score.counted_as) == (0.0, "breach:timeout")
-    _right(scorer, problem)
+    _right(impatient, problem)
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_hostile_programs(kind: str, scorer: Scorer, outside: Outside) -> None:
+def test_hostile_programs(kind: str, scorer: Scorer, impatient: Scorer, outside: Outside) -> None:
     attack, expected = PROGRAMS[kind]
+    if kind == "loop":
+        scorer = impatient
     before = scorer.counts[expected]
     score = _code(scorer, outside.fill(attack) + _RIGHT)
     assert (score.reward, score.counted_as) == (0.0, expected), score
@@ -204,7 +213,9 @@ def test_hostile_programs(kind: str, scorer: Scorer, outside: Outside) -> None:
 
 @pytest.mark.parametrize("kind", FAKES)
 def test_a_program_cannot_write_its_own_verdict(kind: str, scorer: Scorer) -> None:
-    assert _code(scorer, FAKES[kind]).reward == 0.0
+    score = _code(scorer, FAKES[kind])
+    assert score.reward == 0.0 and score.counted_as != "breach:timeout"
+    assert (score.counted_as == "breach:reply") == (kind == "huge reply"), score
     assert _code(scorer, _RIGHT).reward == 1.0
 
 
@@ -250,14 +261,14 @@ MATH = {
 
 
 @pytest.mark.parametrize("kind", MATH)
-def test_hostile_formulas(kind: str, scorer: Scorer, outside: Outside) -> None:
+def test_hostile_formulas(kind: str, impatient: Scorer, outside: Outside) -> None:
     case: Any = MATH[kind]
     text, expected = case if isinstance(case, tuple) else (case, None)
     problem = Problem("jsonl/000000000000#1", "t", "p", r"\frac{1}{3}x", "math")
     text = text.replace("{marker}", str(outside.marker))
-    score = scorer.score([(problem, f"<answer>{text}</answer>")])[0]
+    score = impatient.score([(problem, f"<answer>{text}</answer>")])[0]
     assert score.reward == 0.0 and expected in (None, score.counted_as), score
-    assert scorer.score([(problem, r"\boxed{x/3}")])[0].reward == 1.0
+    assert impatient.score([(problem, r"\boxed{x/3}")])[0].reward == 1.0
 
 
 def test_an_unreviewed_evaluating_task_is_scored_alone(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,11 @@ def _verdict(to: int, back: int, answer_pid: int, tests: str) -> dict[str, Any]:
             if name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name):
                 space[name] = _stand_in(name, to, back)
         exec(compile(tests, "<tests>", "exec"), space)
-    except (Misbehaved, frames.Closed):
+    except (Misbehaved, frames.Closed) as e:
+        if isinstance(e.__cause__, frames.TooLong):
+            return replies.breach("reply", "reply too long")
+        os.close(to)
+        os.close(back)  # whatever the answer process still writes fails now, and it ends
         return replies.breach(*worker.name_of_end(os.waitpid(answer_pid, 0)[1]))
     except (frames.TooLong, SyntaxError, ValueError, RecursionError) as e:
         return _wrong(f"{type(e).__name__}: {e}")
