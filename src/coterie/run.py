@@ -22,6 +22,7 @@ from coterie.rng import derive
 from coterie.rundir import RunDir
 from coterie.sft import SupervisedTrainer
 from coterie.swarm.build import open_node, training_problems
+from coterie.swarm.likelihood import own_logprobs
 from coterie.swarm.memory import MemoryHub
 from coterie.tasks.scoring import Scorer
 from coterie.tasks.taskset import build_tasks
@@ -71,6 +72,7 @@ def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
             encoder=policy.encoder,
             problem_of=training_problems(tasks),
             score=partial(scorer.score, untrusted=True),
+            logprobs=own_logprobs(policy) if cfg.swarm.likelihood_low else None,
             hub=hub,
         )
         stack.callback(node.close)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from coterie.config import Config, config_from_dict
 from coterie.run import Run
+from coterie.swarm.likelihood import own_logprobs
 
 
 def config(run_dir: Path, **swarm: Any) -> Config:
@@ -35,6 +37,16 @@ def weights(cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         after = {k: v.clone() for k, v in run.trainer.policy.weights().items()}
         assert any(not torch.equal(before[k], after[k]) for k in after)
         return after, run.metrics
+
+
+def test_own_log_probs_of_peers_text_equal_those_at_sampling(tmp_path: Path) -> None:
+    """Groups of a node with the same weights: the band's view of them is the author's own."""
+    with Run(config(tmp_path / "a"), quiet=True) as run:
+        groups = run.trainer._own_groups().groups
+        found = own_logprobs(run.trainer.policy)(groups)
+    for group, rows in zip(groups, found, strict=True):
+        for t, row in zip(group.trajectories, rows, strict=True):
+            np.testing.assert_allclose(row, t.behavior_logprobs[t.prompt_length :], atol=1e-4)
 
 
 def test_a_node_that_asks_for_no_peer_groups_trains_as_if_alone(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def open_node(
     swarm = cfg.swarm
     if swarm.exchange == "none":
         return SoloNode()
+    if swarm.likelihood_low < 0 and logprobs is None:
+        raise UserError("swarm.likelihood_low needs a policy that scores peers' text; leave it at 0 here")
     access = make_access(swarm)
     identity = open_identity(identity_path(cfg))
     lock = IdentityLock(identity)

@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 class ScoreLike(Protocol):
     """What a scorer returns for one answer."""
 
-    reward: float | None
-    outcome: str
+    @property
+    def reward(self) -> float | None: ...
+
+    @property
+    def outcome(self) -> str: ...
 
 
 ScoreFn = Callable[[list[tuple[Problem, str]]], Sequence[ScoreLike]]

@@ -1,0 +1,143 @@
+"""The commands, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import swarm_kit as kit
+from swarm_processes import free_port, wait_for
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.errors import CoterieError, UserError
+from coterie.swarm.access import Access
+from coterie.swarm.contribute import contribute
+from coterie.swarm.exchange import Request
+from coterie.swarm.launch import Child, watch
+from coterie.swarm.local import LocalExchange
+from coterie.swarm.memory import MemoryHub
+from coterie.swarm.network import NetworkExchange
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "swarm.toml")
+
+
+def call(*args: str) -> str:
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_identity_is_made_shown_exported_and_imported(tmp_path: Path) -> None:
+    key = str(tmp_path / "id.pem")
+    made = json.loads(call("swarm", "identity", key, "--json"))
+    assert call("swarm", "identity", key, "--export", str(tmp_path / "b.pem")).startswith(made["name"])
+    again = call("swarm", "identity", str(tmp_path / "new.pem"), "--import", str(tmp_path / "b.pem"), "--json")
+    assert json.loads(again)["node"] == made["node"]
+
+
+def test_dry_runs_print_the_resolved_config() -> None:
+    assert 'connect = [\n    "tcp/a:1",\n    "tcp/b:2",\n]' in call(
+        "swarm", "join", CONFIG, "--connect", "tcp/a:1", "--connect", "tcp/b:2", "--dry-run"
+    )
+    assert "steps = 7" in call("swarm", "run", CONFIG, "--nodes", "2", "--steps", "7", "--dry-run")
+
+
+def test_status_of_a_local_swarm(tmp_path: Path) -> None:
+    a = LocalExchange(tmp_path / "s.sqlite", kit.person(1).node_id)
+    a.beat('{"step": 4, "state": "sharing", "tasks": {"gcd": 3}, "accuracy": 0.5}')
+    LocalExchange(tmp_path / "s.sqlite", kit.person(2).node_id).beat("not JSON")
+    rows = json.loads(call("swarm", "status", "--path", str(tmp_path / "s.sqlite"), "--json"))
+    assert {r["name"]: r.get("step") for r in rows} == {kit.person(1).name: 4, kit.person(2).name: None}
+    assert "2 nodes" in call("swarm", "status", "--path", str(tmp_path / "s.sqlite"))
+    a.close()
+
+
+def test_status_needs_to_know_where(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="either --connect RELAY or --path FILE"):
+        call("swarm", "status")
+    with pytest.raises(UserError, match="no such file"):
+        call("swarm", "status", "--path", str(tmp_path / "none"))
+    with pytest.raises(CoterieError, match="no relay answers"):
+        call("swarm", "status", "--connect", f"tcp/127.0.0.1:{free_port()}")
+
+
+def test_the_relay_command_serves_until_it_is_told_to_stop() -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "coterie.cli", "swarm", "relay", "--listen", f"tcp/127.0.0.1:{port}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == f"relay: listening on tcp/127.0.0.1:{port}\n"
+    node = NetworkExchange("swarm", kit.person(1), (f"tcp/127.0.0.1:{port}",), wait_s=10)
+    assert node.status().link == "up"
+    node.close()
+    process.terminate()
+    assert process.wait(10) == 0
+    process.communicate()
+
+
+def test_an_inbox_becomes_groups_that_peers_score_themselves(tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox.jsonl"
+    lines = [
+        '{"problem": "add:3", "answers": ["7", "8"]}',
+        "",
+        '{"problem": "add:4", "answers": ["9"], "reward": 1}',
+        '{"problem": "nowhere:4", "answers": ["9"]}',
+        '{"problem": "add:5", "answers": []}',
+        "not json",
+        '{"problem": "add:6", "answers": ["13", "no"]}',
+    ]
+    inbox.write_text("\n".join(lines))
+    hub = MemoryHub()
+    b = kit.node(hub, 2)
+    said: list[str] = []
+    sent = contribute(inbox, hub.join(), kit.person(9), Access("swarm"), "swarm", kit.problem_of, say=said.append)
+    assert sent == 2 and [line.split(":")[1] for line in said] == ["3", "4", "5", "6"]
+    got = {g.problem.id: g.rewards for g in b.collect(0)}
+    assert got == {"add:3": [1.0, 0.0], "add:6": [1.0, 0.0]}
+    assert b.peers()[0]["name"] == kit.person(9).name
+
+
+def test_a_swarm_node_may_be_joined_by_a_silent_contributor(tmp_path: Path) -> None:
+    """Through the real local exchange: what the contributor sends is there for who collects later."""
+    inbox = tmp_path / "inbox.jsonl"
+    inbox.write_text('{"problem": "add:3", "answers": ["7", "8"]}\n')
+    reader = LocalExchange(tmp_path / "s.sqlite", "reader")
+    writer = LocalExchange(tmp_path / "s.sqlite", kit.person(9).node_id)
+    contribute(inbox, writer, kit.person(9), Access("swarm"), "swarm", kit.problem_of)
+    assert len(reader.collect(Request(4, 10_000))) == 1
+    reader.close()
+    writer.close()
+
+
+def test_a_failed_node_is_named_with_its_last_words(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    children = []
+    for i, code in enumerate(["pass", "print('error: no space left'); raise SystemExit(1)"]):
+        log = tmp_path / f"node_{i}.log"
+        with open(log, "wb") as out:
+            process = subprocess.Popen([sys.executable, "-c", code], stdout=out)
+        children.append(Child(tmp_path / f"node_{i}", log, process))
+    with pytest.raises(CoterieError, match="node_1 failed: error: no space left"):
+        watch(children, 10, Console(quiet=True))
+
+
+def test_an_interrupt_ends_the_nodes(tmp_path: Path) -> None:
+    code = (
+        "import sys, subprocess, pathlib; from rich.console import Console; from coterie.swarm.launch import *\n"
+        f"p = pathlib.Path({str(tmp_path)!r}); log = p / 'log'; log.write_text('')\n"
+        "c = Child(p, log, subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']))\n"
+        "print(c.process.pid, flush=True); watch([c], 1, Console(quiet=True))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    time.sleep(0.3)
+    process.send_signal(2)
+    process.wait(10)
+    process.communicate()
+    wait_for(lambda: not Path(f"/proc/{child}").exists(), 5)
