@@ -17,8 +17,8 @@ from coterie.types import Sample, Sampling, StopReason
 class Encoder(Protocol):
     """The part of :class:`coterie.prompting.PromptEncoder` an engine needs."""
 
-    eos_ids: frozenset[int]
-
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 

@@ -25,9 +25,10 @@ class Samplable(Protocol):
     """The part of :class:`coterie.policy.Policy` the engine needs. The model may be wrapped by peft."""
 
     model: Any
-    encoder: Encoder
     dtype: torch.dtype
 
+    @property
+    def encoder(self) -> Encoder: ...
     @property
     def device(self) -> torch.device: ...
 
