@@ -179,22 +179,23 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, keeping only ``x`` and one number per row."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in float32, keeping only ``x`` and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]  # [..., 1]
+        full = x.float()  # [..., D]
+        scale = torch.linalg.vecdot(full, full).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]  # [..., 1]
         ctx.save_for_backward(x, weight, scale)
-        out: Tensor = (x * scale).mul_(weight)
+        out: Tensor = (full * scale).mul_(weight).to(x.dtype)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        unit = x * scale  # [..., D]
+        unit, grad = x.float() * scale, grad.float()  # [..., D]
         d_weight = (grad * unit).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, d_weight, None
         d = grad * weight
         along = torch.linalg.vecdot(d, unit).div_(x.shape[-1])[..., None]
-        return d.addcmul_(unit, along, value=-1).mul_(scale), d_weight, None
+        return d.addcmul_(unit, along, value=-1).mul_(scale).to(x.dtype), d_weight, None
