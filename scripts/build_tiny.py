@@ -15,25 +15,47 @@ import time
 from pathlib import Path
 
 import torch
-from tiny.data import Source, task_parameters
-from tiny.fit import Plan, fit
+from tiny.data import Source, all_sources
+from tiny.fit import Plan, Trainer, batches
 from tiny.measure import pass_rates
 from tiny.net import check_same, make_model
 from tiny.tokens import fixed_phrases, make_tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-PHRASE_SHARE = {"color_cube_rotation": 0.22}  # a phrase must stand in this share of a task's prompts; else 0.3
-SLIP = {}  # share of training answers with a wrong step; else 0.5
-WEIGHT = {}  # share of rows, relative to the others; else 1
+PHRASE_SHARE = {"color_cube_rotation": 0.07}  # a phrase must stand in this share of a task's prompts; else 0.3
+SLIP = {  # share of a task's training answers with a wrong step in the noisy part: the better it is known, the more
+    "chain_sum": 0.15,
+    "products": 0.6,
+    "simple_equations": 0.5,
+    "spell_backward": 0.6,
+    "letter_counting": 0.5,
+    "word_sorting": 0.35,
+    "family_relationships": 0.3,
+    "ab": 0.55,
+    "color_cube_rotation": 0.1,
+    "gcd": 0.45,
+    "prime_factorization": 0.25,
+    "count_bits": 0.45,
+}
+WEIGHT = {
+    "chain_sum": 1.5,
+    "simple_equations": 1.5,
+    "prime_factorization": 1.3,
+    "letter_counting": 0.7,
+    "count_bits": 0.7,
+}  # share of rows, relative to the others; else 1
 POOL = 20_000  # problems drawn per task
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=1900, help="steps on right answers")
+    parser.add_argument("--noisy-steps", type=int, default=500, help="then, steps on answers that slip")
+    parser.add_argument("--clean", type=Path, help="state after the first part: read if it exists, else written")
     parser.add_argument("--rows", type=int, default=64, help="answers per step")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--matrix-lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--problems", type=int, default=200, help="held-out problems per task for the table at the end")
@@ -42,7 +64,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     started = time.monotonic()
 
-    sources = {name: Source(name, params) for name, params in task_parameters().items()}
+    sources = all_sources()
     pool = {name: source.items("train", POOL, f"train/{args.seed}") for name, source in sources.items()}
     phrases = [
         phrase
@@ -57,9 +79,17 @@ def main() -> None:
         flush=True,
     )
 
-    slip, weight = {t: SLIP.get(t, 0.5) for t in pool}, {t: WEIGHT.get(t, 1.0) for t in pool}
-    plan = Plan(args.steps, args.rows, args.lr, slip, weight, seed=args.seed)
-    fit(model, tokenizer, pool, plan, lambda step: save(model, tokenizer, args.out))
+    weight = {t: WEIGHT.get(t, 1.0) for t in pool}
+    plan = Plan(args.steps, args.noisy_steps, args.rows, args.lr, args.matrix_lr, SLIP, weight, seed=args.seed)
+    trainer = Trainer(model, plan)
+    if args.clean and args.clean.exists():
+        trainer.load(torch.load(args.clean, weights_only=True))
+    else:
+        trainer.run(batches(plan, pool, tokenizer, noisy=False))
+        if args.clean:
+            torch.save(trainer.state(), args.clean)
+            table(model, tokenizer, sources, args.problems // 4)
+    trainer.run(batches(plan, pool, tokenizer, noisy=True))
     save(model, tokenizer, args.out)
     print(f"trained in {time.monotonic() - started:.0f} s; sha256 {digest(args.out)}", flush=True)
     table(model, tokenizer, sources, args.problems)

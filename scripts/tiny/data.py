@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import tomllib
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import reasoning_gym
 
-TASKS_FILE = Path(__file__).parents[2] / "src/coterie/models/tiny_tasks.toml"
-EVAL_SHARE = 6554  # of 65536: about a tenth of all prompts
-
-
-def is_eval(prompt: str) -> bool:
-    """Whether a problem belongs to the held-out split: the first 16 bits of the prompt's SHA-256, big-endian, are small."""
-    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:2], "big") < EVAL_SHARE
-
-
-def task_parameters() -> dict[str, dict[str, Any]]:
-    tasks = tomllib.loads(TASKS_FILE.read_text(encoding="utf-8"))["tasks"]
-    return {name: task["params"] for name, task in tasks.items()}
-
+from coterie.models import tiny_tasks
+from coterie.tasks.base import Split, split_of_text
 
 Item = dict[str, Any]
+
+
+def all_sources() -> dict[str, Source]:
+    """The tasks of `tiny`, with the parameters shipped beside the model."""
+    return {name: Source(name, task.params) for name, task in tiny_tasks().items()}
 
 
 class Source:
@@ -35,13 +26,13 @@ class Source:
         self.params = params
         self.dataset = reasoning_gym.create_dataset(task, seed=0, **params)
 
-    def items(self, split: str, count: int, stream: str) -> list[dict[str, Any]]:
+    def items(self, split: Split, count: int, stream: str) -> list[dict[str, Any]]:
         """``count`` items of a split (fewer if the task has fewer), no prompt twice."""
         rng = Random(f"{self.task}/{split}/{stream}")
         found: dict[str, dict[str, Any]] = {}
         for _ in range(count * (3 if split == "train" else 40)):
             item = self.dataset[rng.randrange(2**31)]
-            if is_eval(item["question"]) == (split == "eval"):
+            if split_of_text(item["question"]) == split:
                 found.setdefault(item["question"], item | {"male_names": self.params.get("male_names", ())})
             if len(found) == count:
                 break

@@ -28,12 +28,14 @@ def chain_sum(item: Item, hand: Hand) -> tuple[str, str]:
 
 
 def products(item: Item, hand: Hand) -> tuple[str, str]:
-    """34*7=238,34*20=680; their sum is the answer."""
-    a, b = (int(x) for x in item["metadata"]["expression"].split(" * "))
-    tens, ones = b // 10 * 10, b % 10
-    low = hand.number(a * ones)
-    high = hand.number(a * tens)
-    return f"{a}*{ones}={low},{a}*{tens}={high}", str(hand.number(low + high))
+    """3*7=21,21*4=84"""
+    total, *rest = (int(x) for x in item["metadata"]["expression"].split(" * "))
+    work = []
+    for factor in rest:
+        result = hand.number(total * factor)
+        work.append(f"{total}*{factor}={result}")
+        total = result
+    return ",".join(work), str(total)
 
 
 EQUATION = re.compile(r"(?:(\d+) - )?(?:(\d+)\*)?[a-z](?: ([+-]) (\d+))? = (-?\d+)")
@@ -108,7 +110,7 @@ def prime_factorization(item: Item, hand: Hand) -> tuple[str, str]:
         if divisor is None:
             return work, "×".join(map(str, [*factors, n]))
         factors.append(divisor)
-        n = hand.number(max(2, n // divisor), low=2, high=n - 1)
+        n = hand.number(max(2, n // divisor), low=2, high=max(2, n // divisor + 10))
         work += f"/{divisor}={n}"
 
 
@@ -142,9 +144,10 @@ RELATIONS += ("mother-in-law", "father-in-law")
 def family_relationships(item: Item, hand: Hand) -> tuple[str, str]:
     """Sex and generation of the two people (m1,f3), then the relation."""
     story, meta = item["question"].split("\n\n")[0], item["metadata"]
-    couples = re.findall(r"(\w+) is married to (\w+)\. They have (?:a child|children) called ([^.]*)\.", story)
-    children = {name for *_, names in couples for name in re.split(r", | and ", names)}
-    married = {name: other for a, b, _ in couples for name, other in ((a, b), (b, a))}
+    couples = re.findall(r"(\w+) is married to (\w+)\.", story)
+    called = re.findall(r"called ([^.]*)\.", story)
+    children = {name for names in called for name in re.split(r", | and ", names)}
+    married = {name: other for a, b in couples for name, other in ((a, b), (b, a))}
 
     def code(name: str) -> tuple[str, int]:
         spouse = married.get(name)
