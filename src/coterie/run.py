@@ -120,6 +120,8 @@ class Run:
         """One training step: log it, evaluate and save when due."""
         trainer, cfg = self.trainer, self.cfg
         metrics, groups = trainer.train_step()
+        while trainer.node.events:
+            self._console.note(trainer.node.events.pop(0))
         metrics |= _held_out(trainer, groups)
         if "eval/accuracy" in metrics:
             trainer.node.feedback(metrics["eval/accuracy"], metrics["policy/kl_to_start"])
@@ -132,6 +134,8 @@ class Run:
         """Write the trained model in Hugging Face format and mark the run as finished."""
         self.trainer.policy.save_pretrained(self.dir.path / "model")
         self.dir.finish()
+        if summary := self.trainer.node.summary():
+            self._console.note(summary)
         return Summary(self.dir.path, self.trainer.step, self.metrics)
 
     def _log(self, metrics: dict[str, float]) -> None:

@@ -83,6 +83,7 @@ def test_sw01_no_relay_is_a_state_and_a_late_relay_is_found(port: int) -> None:
     assert a.status().link == "down" and f"no relay answers at tcp/127.0.0.1:{port}" in a.status().cause
     start = time.monotonic()
     a.publish([b"lost"])
+    assert a.metrics()["swarm/unsent"] == 1
     assert a.collect(ASK) == [] and time.monotonic() - start < 0.5
     with Relay((f"tcp/127.0.0.1:{port}",)):
         wait_for(lambda: a.status().link == "up", 10)

@@ -54,7 +54,7 @@ class Authority:
 
 
 def link(where: str, number: int, security: Security) -> str:
-    node = NetworkExchange("swarm", kit.person(number), (where,), security=security, wait_s=1.0)
+    node = NetworkExchange("swarm", kit.person(number), (where,), security=security, wait_s=0.7)
     found = node.status().link
     node.close()
     return found

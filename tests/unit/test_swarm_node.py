@@ -113,6 +113,8 @@ def test_degraded_when_peers_fall_silent() -> None:
     for step in range(1, 4):
         b.collect(step)
     assert b.state.mode == "degraded" and "no message from any peer" in b.state.cause
+    assert b.events == ["swarm: sharing", f"swarm: degraded ({b.state.cause})"]
+    assert b.summary() == f"swarm: degraded ({b.state.cause}); published 0 groups, used 4 of 1 peers"
 
 
 class _Broken:
@@ -236,7 +238,10 @@ def test_sw11_a_wrong_clock_changes_nothing_and_is_said(monkeypatch: pytest.Monk
         assert len(b.collect(k)) == 2
         if k == 0:
             assert round(b.metrics()["swarm/clock_skew_s"]) == -600
-            assert b.events == ["this clock differs from most peers' by -600 s (nothing depends on it)"]
+            assert b.events == [
+                "swarm: sharing",
+                "this clock differs from most peers' by -600 s (nothing depends on it)",
+            ]
 
 
 def test_sw12_stale_groups_are_refused_and_counted() -> None:

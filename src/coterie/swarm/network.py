@@ -25,7 +25,7 @@ from coterie.swarm.sharding import BASE, Listener, Prefix, key_of, random_leaf
 from coterie.swarm.zenoh_config import Security, node_config
 
 _COUNT_EVERY_S = 30.0
-_BEAT_S = 3.0
+_BEAT_S = 2.0
 _ENOUGH = 8  # liveliness tokens from which the size of the swarm is estimated
 
 
@@ -78,7 +78,7 @@ class NetworkExchange:
         self._cause = f"no relay answers at {self._where}"
         self._refused = False
         self._arrived: int | None = None  # at the last collect
-        self._bytes = self._messages = 0
+        self._bytes = self._messages = self._unsent = 0
         self._closing = threading.Event()
         self._opened = threading.Event()
         self._wake = threading.Event()
@@ -91,7 +91,8 @@ class NetworkExchange:
 
     def publish(self, frames: Sequence[bytes]) -> None:
         """Push each frame to a random leaf. While the link is down nothing is queued: old groups are worth little."""
-        if not self._ready():
+        if not self._ready() or not self._linked():  # zenoh would take the message and lose it without a word
+            self._unsent += len(frames)
             return
         for frame in frames:
             key = f"{self._root}/g/{random_leaf(self._rng)}/{self._identity.node_id}"
@@ -132,6 +133,7 @@ class NetworkExchange:
         return {
             "swarm/bytes_received": float(self._bytes),
             "swarm/messages_received": float(self._messages),
+            "swarm/unsent": float(self._unsent),
             "swarm/listened_fraction": self.listener.fraction,
         }
 
@@ -199,12 +201,12 @@ class NetworkExchange:
         return "/".join(self._identity.node_id[:2])
 
     def _tokens(self, key: str) -> set[str]:
-        replies = self._session.liveliness().get(key, timeout=1.0)
+        replies = self._session.liveliness().get(key, timeout=0.5)
         return {str(r.ok.key_expr) for r in replies if r.ok is not None}  # a token may be reported twice
 
     def _count(self, request: Request) -> None:
         """Estimate the swarm's size from the tokens of one random shard: wide enough for a few tokens, no wider."""
-        if time.monotonic() - self._counted_at < _COUNT_EVERY_S:
+        if time.monotonic() - self._counted_at < _COUNT_EVERY_S or not self._linked():
             return
         first = self._nodes is None
         self._counted_at = time.monotonic()
@@ -246,7 +248,7 @@ class NetworkExchange:
 
 
 def read_swarm(
-    swarm: str, connect: tuple[str, ...], security: Security, listen_s: float = 4.0, most: int = 1000
+    swarm: str, connect: tuple[str, ...], security: Security, listen_s: float = 2.5, most: int = 1000
 ) -> list[tuple[str, str]]:
     """(node id, info) of up to ``most`` nodes of a swarm: their tokens, and what they say within ``listen_s`` seconds.
 

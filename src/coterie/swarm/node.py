@@ -46,9 +46,10 @@ class State:
 
 
 class Node(Protocol):
-    """What the trainer sees."""
+    """What the trainer sees. ``events``: lines for the console, emptied by who prints them."""
 
     author: str
+    events: list[str]
 
     def publish(self, groups: Sequence[Group]) -> None: ...
 
@@ -60,6 +61,8 @@ class Node(Protocol):
     def state(self) -> State: ...
 
     def metrics(self) -> dict[str, float]: ...
+
+    def summary(self) -> str: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -74,6 +77,9 @@ class SoloNode:
     author = "self"
     state = State("solo", "sharing is off (swarm.exchange = none)")
 
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
     def publish(self, groups: Sequence[Group]) -> None:
         """Nothing."""
 
@@ -86,6 +92,10 @@ class SoloNode:
     def metrics(self) -> dict[str, float]:
         return {}
 
+    def summary(self) -> str:
+        """Nothing to say about a swarm that is not there."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -94,6 +104,10 @@ class SoloNode:
 
     def close(self) -> None:
         """Nothing."""
+
+
+def _line(state: State) -> str:
+    return f"swarm: {state.mode}" + (f" ({state.cause})" if state.cause else "")
 
 
 class SwarmNode:
@@ -133,7 +147,8 @@ class SwarmNode:
         self._logprobs, self._seed, self._on_close = logprobs, seed, on_close
         self.pool = Pool(cfg.pool, cfg.ttl)
         self.ledger = Ledger(cfg.max_age)
-        self.events: list[str] = []  # lines for the console: quarantines, clock; emptied by who prints them
+        self.events: list[str] = []  # quarantines, changes of state, a wrong clock
+        self._said = State("solo")
         self._now = 0  # collects so far: this node's only clock
         self._seq = 0
         self._published = self._sent_bytes = 0
@@ -360,6 +375,10 @@ class SwarmNode:
         if rewards:
             self._last["peer/reward"] = self._counts["reward_sum_1e6"] / 1e6 / rewards
             self._last["peer/informative"] = self._counts["informative"] / self._counts["scored"]
+        state = self.state
+        if state.mode != self._said.mode:
+            self._said = state
+            self.events.append(_line(state))
         skew = self.ledger.skew_s()
         if abs(skew) > _CLOCK_S and self._now % 100 == 1:
             self.events.append(f"this clock differs from most peers' by {skew:.0f} s (nothing depends on it)")
@@ -402,6 +421,15 @@ class SwarmNode:
         out |= {f"swarm/dropped/{k}": float(n) for k, n in self.pool.dropped.items()}
         out |= {f"swarm/{k}": float(n) for k, n in self._rebuild.counts.items()}
         return out
+
+    def summary(self) -> str:
+        """How sharing went, in one line for the end of a run."""
+        used = {n: a.used for n, a in self.ledger.authors.items() if a.used}
+        text = (
+            f"{_line(self.state)}; published {self._published} groups, used {sum(used.values())} of {len(used)} peers"
+        )
+        bad = [short_name(n) for n, a in self.ledger.authors.items() if a.bars]
+        return text + (f"; had in quarantine: {', '.join(bad)}" if bad else "")
 
     def peers(self) -> list[dict[str, Any]]:
         """Every author heard of: name, groups accepted and used, faults by kind, quarantine."""
