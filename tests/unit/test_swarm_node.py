@@ -114,7 +114,7 @@ def test_degraded_when_peers_fall_silent() -> None:
         b.collect(step)
     assert b.state.mode == "degraded" and "no message from any peer" in b.state.cause
     assert b.events == ["swarm: sharing", f"swarm: degraded ({b.state.cause})"]
-    assert b.summary() == f"swarm: degraded ({b.state.cause}); published 0 groups, used 4 of 1 peers"
+    assert b.summary() == f"swarm: degraded ({b.state.cause}); published 0 groups, used 4 from 1 peers"
 
 
 class _Broken:

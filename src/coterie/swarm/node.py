@@ -352,7 +352,8 @@ class SwarmNode:
         if self._now - heard > self.cfg.ttl:
             if status.nodes == 1:
                 return State("solo", "no other node is in the swarm")
-            return State("degraded", f"connected, but no message from any peer for over {self.cfg.ttl} steps")
+            since = "yet" if heard < 0 else f"for over {self.cfg.ttl} steps"
+            return State("degraded", f"connected, but no message from any peer {since}")
         return State("degraded", f"messages arrive, but none was fit to train on: {self._why()}")
 
     def _why(self) -> str:
@@ -426,7 +427,7 @@ class SwarmNode:
         """How sharing went, in one line for the end of a run."""
         used = {n: a.used for n, a in self.ledger.authors.items() if a.used}
         text = (
-            f"{_line(self.state)}; published {self._published} groups, used {sum(used.values())} of {len(used)} peers"
+            f"{_line(self.state)}; published {self._published} groups, used {sum(used.values())} from {len(used)} peers"
         )
         bad = [short_name(n) for n, a in self.ledger.authors.items() if a.bars]
         return text + (f"; had in quarantine: {', '.join(bad)}" if bad else "")

@@ -59,7 +59,7 @@ class Relay:
         self.close()
 
 
-def serve(relay: Relay, say: Callable[[str], None], every_s: float = 60.0) -> None:
+def serve(relay: Relay, say: Callable[[str], None], every_s: float = 5.0) -> None:
     """Run until SIGINT or SIGTERM, saying now and then how many sessions are connected (when that has changed)."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
