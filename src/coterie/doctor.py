@@ -83,9 +83,10 @@ def _write() -> Check:
 
 
 def _cage() -> Check:
-    from coterie.sandbox import cage_report
+    from coterie.tasks.scoring import Scorer
 
-    missing = [wall for wall, reason in cage_report().items() if reason]
+    with Scorer() as scorer:
+        missing = [f"{wall} ({reason})" for wall, reason in scorer.cage_report().items() if reason]
     if missing:
         return Check("scoring cage", "note", f"missing: {', '.join(missing)}",
                      "peers' text is not scored here unless scoring.allow_unconfined = true")  # fmt: skip
@@ -109,5 +110,5 @@ def _tiny() -> Check:
 def _extras() -> Check:
     missing = [e for e, module in EXTRAS.items() if importlib.util.find_spec(module) is None]
     have = [e for e in EXTRAS if e not in missing]
-    return Check("extras", "ok", f"installed: {', '.join(have) or 'none'}",
-                 f"optional: pip install 'coterie[{missing[0]}]' and so on for {', '.join(missing)}" if missing else "")  # fmt: skip
+    advice = f"optional: pip install 'coterie[NAME]' for {', '.join(missing)}" if missing else ""
+    return Check("extras", "ok", f"installed: {', '.join(have) or 'none'}", advice)

@@ -100,14 +100,14 @@ def evaluate(
     questions = [p.prompt for _, p in flat]
     seeds = [derive(seed, "eval", p.id) for _, p in flat]
     rows = [
-        (i, t, scorer.submit(flat[i][1], t.text))
+        (i, t, None if t.failed else scorer.submit(flat[i][1], t.text))
         for i, _, t in sample_mode(mode, engine, encoder, questions, samples, sampling, seeds, helpers)
     ]
     correct, scored = [0] * len(flat), [0] * len(flat)
     lengths: dict[str, list[int]] = {name: [] for name in problems}
     cut: dict[str, list[bool]] = {name: [] for name in problems}
     for i, trajectory, future in rows:
-        name, reward = flat[i][0], future.result().reward
+        name, reward = flat[i][0], None if future is None else future.result().reward
         lengths[name].append(trajectory.response_length)
         cut[name].append(trajectory.truncated)
         if reward is not None:

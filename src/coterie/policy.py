@@ -54,7 +54,6 @@ class Policy:
         self._forward = Forward(self.causal_lm)
         self._reference: Forward | None = None
         self._bad: str | None = None
-        self.weights_version = 0  # changes with every write to the weights (fused optimisers do not mark theirs)
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             list(self._trained.values()),
@@ -148,7 +147,6 @@ class Policy:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
-            self.weights_version += 1
         self._optimizer.zero_grad(set_to_none=True)
         self._bad = None
         return StepResult(float(norm), skipped)
@@ -163,7 +161,6 @@ class Policy:
         with torch.no_grad():
             for name, p in self._trained.items():
                 p.copy_(weights[name])
-        self.weights_version += 1
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """AdamW's moments and step counts, flat: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`. Empty before

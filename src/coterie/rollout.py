@@ -135,7 +135,8 @@ def _scored(trajectory: Trajectory, future: Future[Score] | None, outcomes: dict
     if future is None:
         return trajectory
     score = future.result()
-    outcomes[score.outcome] = outcomes.get(score.outcome, 0) + 1
+    kind = score.counted_as.replace(":", "/")
+    outcomes[kind] = outcomes.get(kind, 0) + 1
     return replace(trajectory, reward=score.reward)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coterie.config import Config, TrackingConfig
@@ -71,15 +72,24 @@ def _sinks(cfg: Config, run: RunDir) -> tuple[list[Sink], list[Callable[[], Any]
     closers: list[Callable[[], Any]] = []
     if cfg.tracking.tensorboard:
         writer = _extra("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(run.path / "tensorboard"))
-        sinks.append(lambda step, m: [writer.add_scalar(k, v, step) for k, v in m.items()] and None)
+        sinks.append(partial(_scalars, writer))
         closers.append(writer.close)
     for name in ("wandb", "trackio"):
         if getattr(cfg.tracking, name):
             library = _extra(name, name)
             library.init(project="coterie", name=run.path.name, config=cfg.model_dump(mode="json"))
-            sinks.append(lambda step, m, library=library: library.log(m, step=step))  # type: ignore[misc]
+            sinks.append(partial(_log, library))
             closers.append(library.finish)
     return sinks, closers
+
+
+def _scalars(writer: Any, step: int, metrics: dict[str, float]) -> None:
+    for key, value in metrics.items():
+        writer.add_scalar(key, value, step)
+
+
+def _log(library: Any, step: int, metrics: dict[str, float]) -> None:
+    library.log(metrics, step=step)
 
 
 def _extra(module: str, extra: str) -> Any:

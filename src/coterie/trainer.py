@@ -65,7 +65,7 @@ class Trainer:
         own = self._select_own(result.groups)
         metrics = rollout_metrics(result, self.cfg.rollout.group_size) | self.node.metrics()
         if self.helpers is not None:
-            metrics |= helper_metrics(result.groups, extract=extract_answer) | self.guard.update(result.groups)
+            metrics |= self._helper_metrics(self.helpers, result.groups)
         metrics |= {"update/own_groups": float(len(own)), "update/peer_groups": float(len(peers))}
         metrics |= self._update(self._batch(own + peers))
         end = time.perf_counter()
@@ -106,6 +106,10 @@ class Trainer:
             if not cfg.resample or len(kept) >= cfg.problems:
                 break
         return rounds[0] if len(rounds) == 1 else _joined(rounds)
+
+    def _helper_metrics(self, helpers: HelperSet, groups: list[Group]) -> dict[str, float]:
+        found = helper_metrics(groups, feedback_tag=helpers.form.open.strip(), extract=extract_answer)
+        return found | self.guard.update(groups)
 
     def _select_own(self, groups: list[Group]) -> list[Group]:
         """Leave out groups that lost too much to helper failures and, where asked, apply the peers' filter to own groups,

@@ -8,8 +8,8 @@ from coterie.rundir import read_jsonl
 def test_ob12_sampler_follows_every_optimiser_step(tmp_path):
     cfg = load_config(
         None,
-        ["--run_dir", str(tmp_path / "run"), "--steps", "3", "--threads", "1", "--optim.lr", "1e-3"]
-        + ["--tasks.count_bits.params", "{ min_n = 1, max_n = 1023 }", "--rollout.problems", "4", "--eval.problems", "2"],
+        f"--run_dir {tmp_path / 'run'} --steps 3 --threads 1 --optim.lr 1e-3 --rollout.problems 4 --eval.problems 2 "
+        "--tasks.count_bits.params={min_n=1,max_n=1023}".split(),
     )
     with Run(cfg, quiet=True) as run:
         while not run.done:

@@ -42,6 +42,11 @@ CASES = {
     "**Final Answer:** 73": "73",
     "the answer is 4. Wait. The answer is 5": "5",
     "I think 42": None,
+    "12": "12",
+    " -3.\n": "-3",
+    "olleh": "olleh",
+    "12 13": None,
+    "</b>": None,
     "": None,
     # hedging (RW-26): the whole text, which equals no single answer
     "<answer>A or B or C</answer>": "A or B or C",

@@ -89,7 +89,7 @@ def test_rw25_a_reference_that_is_no_number_is_skipped_and_counted() -> None:
 
 def test_no_answer_is_wrong_and_counted() -> None:
     with Scorer() as scorer:
-        assert scorer.score([(problem("exact"), "hm")])[0].reward == 0.0
+        assert scorer.score([(problem("exact"), "no idea")])[0].reward == 0.0
         assert scorer.counts == {"no_answer": 1}
 
 

@@ -6,7 +6,8 @@
 3. Else the last ``\\boxed{...}``, ``\\fbox{...}`` (braces balanced) or ``\\boxed x`` (one word). An unclosed box counts not.
 4. Else the last ``#### x`` (to the end of the line).
 5. Else the last ``the answer is x``, ``answer: x`` (to the end of the sentence or line).
-6. Else None: a response without any of these has no answer.
+6. Else the whole text, if it is a single word (``12``, ``-3.``, ``olleh``): an answer and nothing else.
+7. Else None: a response without any of these has no answer.
 
 Run-on text: within each rule, what follows a new question (``Q:``, ``Question:``, ``Problem:``, ``User:``, ``Human:``)
 after the first answer is left out, so that a model that answers and then goes on with questions of its own is judged by its
@@ -31,7 +32,7 @@ Found = list[tuple[int, str]]  # (position of the end, text)
 def extract_answer(text: str) -> str | None:
     """The answer in ``text`` without surrounding white space, or None if there is none. Never empty."""
     body = _without_thought(text)
-    for rule in (_tags, _boxes, _hashes, _phrases):
+    for rule in (_tags, _boxes, _hashes, _phrases, _single_word):
         found = [(end, answer.strip()) for end, answer in rule(body) if answer.strip()]
         if found:
             answer = _last_before_new_question(body, found)
@@ -103,6 +104,11 @@ def _boxes(text: str) -> Found:
             if word:
                 out.append((word.end(), word.group(1).rstrip(".,;")))
     return out
+
+
+def _single_word(text: str) -> Found:
+    words = text.split()
+    return [(len(text), words[0].rstrip(".,;"))] if len(words) == 1 and not set(words[0]) & set("<>\\{}") else []
 
 
 def _hashes(text: str) -> Found:
