@@ -251,8 +251,10 @@ class Reader:
     """Positional reads of row ranges. One per thread of use; closes its files on exit."""
 
     def __init__(self) -> None:
+        import numpy as np
+
         self._fds: dict[Path, int] = {}
-        self.bytes_read = 0
+        self._scratch = np.empty(0, np.uint8)
 
     def __enter__(self) -> Reader:
         return self
@@ -262,14 +264,17 @@ class Reader:
             os.close(fd)
         self._fds.clear()
 
-    def rows(self, info: TensorInfo, first: int, last: int) -> Tensor:
-        """Rows ``first:last`` in the stored dtype, ``[last - first, cols]``."""
+    def rows(self, info: TensorInfo, first: int, last: int, reuse: bool = False) -> Tensor:
+        """Rows ``first:last`` in the stored dtype, ``[last - first, cols]``. ``reuse``: valid until the next such call."""
         import numpy as np
         import torch
 
         dtype: torch.dtype = getattr(torch, PLAIN[info.code])
         width = info.cols * dtype.itemsize
-        buffer = np.empty((last - first) * width, np.uint8)
+        size = (last - first) * width
+        if reuse and len(self._scratch) < size:
+            self._scratch = np.empty(size, np.uint8)
+        buffer = self._scratch[:size] if reuse else np.empty(size, np.uint8)
         fd = self._fds.get(info.file)
         if fd is None:
             fd = self._fds[info.file] = os.open(info.file, os.O_RDONLY)
@@ -279,7 +284,6 @@ class Reader:
             if got == 0:
                 raise UserError(f"{info.file}: cut short while reading {info.name}; was it changed during the merge?")
             done += got
-        self.bytes_read += done
         if not len(buffer):
             return torch.empty((last - first, info.cols), dtype=dtype)
         return torch.from_numpy(buffer).view(dtype).view(last - first, info.cols)  # [r, cols]

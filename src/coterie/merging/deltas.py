@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_AHEAD = 2  # blocks read ahead
+_AHEAD = 4  # blocks read ahead
 _MOST = 1 << 17  # values of a block: larger ones fall out of the processor's cache
 
 
@@ -34,7 +34,10 @@ class Block:
     first: int
     last: int
     base: Tensor  # [r, cols] compute dtype (buffers: as stored)
-    deltas: list[Tensor]  # one [r, cols] per expert, compute dtype (buffers: the expert's values)
+    deltas: Tensor  # [N, r, cols] compute dtype (buffers: the experts' values)
+
+
+_Item = tuple[Block, list[int]]  # a block, and the experts whose weights stand where their deltas belong
 
 
 def block_values(budget_mib: int, experts: int) -> int:
@@ -55,10 +58,21 @@ def stream(
     compute_dtype: ComputeDtype = "float32",
     only: Sequence[int] | None = None,
 ) -> Iterator[Block]:
-    """All row blocks of ``entries`` in order. ``only``: indices of the experts to read (default all)."""
+    """All row blocks of ``entries`` in order. ``only``: indices of the experts to read (default all).
+
+    A block's tensors are overwritten once the next block has been asked for: fresh memory for each would cost more time
+    (page faults) than the arithmetic.
+    """
     who = range(len(inputs.experts)) if only is None else only
     values = block_values(budget_mib, len(who))
-    return _read_ahead(lambda reader: _blocks(reader, entries, who, values, compute_dtype))
+    for block, whole in _read_ahead(lambda reader: _blocks(reader, entries, who, values, compute_dtype)):
+        if whole and block.entry.merged:  # here, not in the reader: reading is the longer half of the work
+            if len(whole) == len(block.deltas):
+                block.deltas.sub_(block.base)
+            else:
+                for k in whole:
+                    block.deltas[k].sub_(block.base)
+        yield block
 
 
 class _Factors(NamedTuple):
@@ -73,29 +87,31 @@ class _Matched(NamedTuple):
     known: Tensor  # [r] bool, k of them true
 
 
-def _delta(raw: Tensor | _Factors | _Matched | None, base: Tensor) -> Tensor:
-    """One expert's difference from the base, formed in the compute dtype."""
+def _fill(raw: Tensor | _Factors | _Matched | None, base: Tensor, out: Tensor) -> bool:
+    """One expert's difference from the base into ``out [r, cols]``. True: ``out`` holds its weights, the base still in them."""
     import torch
 
-    if raw is None:
-        return torch.zeros_like(base)
-    if isinstance(raw, _Matched):
-        out = torch.zeros_like(base)
-        out[raw.known] = raw.rows.to(base.dtype) - base[raw.known]
-        return out
-    if isinstance(raw, _Factors):
-        return raw.left.to(base.dtype) @ raw.right.to(base.dtype)  # [r, cols]
+    if isinstance(raw, torch.Tensor):
+        out.copy_(raw)
+        return True
     if not base.is_floating_point():
-        return raw  # a buffer: the caller compares it with the base
-    return raw.to(base.dtype).sub_(base)
+        out.copy_(base)
+    elif raw is None:
+        out.zero_()
+    elif isinstance(raw, _Matched):
+        out.zero_()
+        out[raw.known] = raw.rows.to(base.dtype) - base[raw.known]
+    else:
+        torch.matmul(raw.left.to(base.dtype), raw.right.to(base.dtype), out=out)
+    return False
 
 
-def _read_ahead(blocks: Callable[[Reader], Iterator[Block]]) -> Iterator[Block]:
+def _read_ahead(blocks: Callable[[Reader], Iterator[_Item]]) -> Iterator[_Item]:
     """Blocks made by a thread that stays ``_AHEAD`` in front. Its errors are raised here; it ends when this generator does."""
-    ready: queue.Queue[Block | BaseException | None] = queue.Queue(_AHEAD)
+    ready: queue.Queue[_Item | BaseException | None] = queue.Queue(_AHEAD)
     stop = threading.Event()
 
-    def put(item: Block | BaseException | None) -> bool:
+    def put(item: _Item | BaseException | None) -> bool:
         while not stop.is_set():
             try:
                 ready.put(item, timeout=0.1)
@@ -128,23 +144,32 @@ def _read_ahead(blocks: Callable[[Reader], Iterator[Block]]) -> Iterator[Block]:
 
 def _blocks(
     reader: Reader, entries: Sequence[Entry], who: Sequence[int], values: int, compute_dtype: ComputeDtype
-) -> Iterator[Block]:
+) -> Iterator[_Item]:
     import torch
 
     dtype: torch.dtype = getattr(torch, compute_dtype)
+    ring = [torch.empty(0) for _ in range(_AHEAD + 2)]  # in the queue, in the reader's hand, in the consumer's
+    count = 0
     for entry in entries:
         factors = {i: s.factors(reader) for i in who if isinstance(s := entry.sources[i], Pair)}
         for first, last in row_blocks(entry.base.rows, entry.base.cols, values):
-            stored = reader.rows(entry.base, first, last)
-            base = stored.to(dtype) if entry.merged else stored  # [r, cols]
-            deltas: list[Tensor] = []
-            for i in who:
+            stored = reader.rows(entry.base, first, last, reuse=True)
+            kind = dtype if entry.merged else stored.dtype
+            slot, size = count % len(ring), (len(who) + 1) * stored.numel()
+            if ring[slot].numel() < size or ring[slot].dtype != kind:
+                ring[slot] = torch.empty(size, dtype=kind)
+            room = ring[slot][:size].view(len(who) + 1, *stored.shape)  # [1 + N, r, cols]
+            base, deltas = room[0].copy_(stored), room[1:]
+            whole = []
+            for k, i in enumerate(who):
                 if i in factors:
                     raw: Tensor | _Factors | _Matched | None = _Factors(factors[i][0][first:last], factors[i][1])
                 else:
                     raw = _raw(reader, entry.sources[i], first, last)
-                deltas.append(_delta(raw, base))
-            yield Block(entry, first, last, base, deltas)
+                if _fill(raw, base, deltas[k]):
+                    whole.append(k)
+            yield Block(entry, first, last, base, deltas), whole
+            count += 1
 
 
 @contextmanager
@@ -167,7 +192,7 @@ def _raw(reader: Reader, source: Source, first: int, last: int) -> Tensor | _Mat
         return None
     assert isinstance(source, Full)
     if source.rows is None:
-        return reader.rows(source.info, first, last)
+        return reader.rows(source.info, first, last, reuse=True)
     wanted = source.rows.rows[first:last]
     known = torch.tensor([r >= 0 for r in wanted])  # [r]
     if not known.any():

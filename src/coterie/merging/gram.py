@@ -33,5 +33,5 @@ def gram_pass(inputs: Inputs, chunk_mib: int = 64) -> Tensor:
     total = torch.zeros(len(inputs.experts), len(inputs.experts), dtype=torch.float64)  # [N, N]
     with one_thread_each():
         for block in stream(inputs, [e for e in inputs.entries if e.merged], chunk_mib):
-            total += block_gram(torch.stack(block.deltas).flatten(1))
+            total += block_gram(block.deltas.flatten(1))
     return total

@@ -45,7 +45,7 @@ def truncate(blocks: RowBlocks, rows: int, cols: int, rank: int, name: str, exac
     """
     rank = min(rank, rows, cols)
     if min(rows, cols) <= EXACT_SIDE and rows * cols <= exact_values:
-        d = torch.cat([b for _, _, b in blocks()]).double()  # [rows, cols]
+        d = torch.cat([b.to(torch.float64, copy=True) for _, _, b in blocks()])  # [rows, cols]
         u, s, vt = torch.linalg.svd(d, full_matrices=False)
         left, right = u[:, :rank].float(), (s[:rank, None] * vt[:rank]).float()  # [rows, r], [r, cols]
         return LowRank(left, right, float((s**2).sum()), float((s[:rank] ** 2).sum()), True)

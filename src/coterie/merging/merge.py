@@ -155,8 +155,7 @@ def _merge_full(
 
 def _same_buffer(block: Block, inputs: Inputs) -> Tensor:
     for expert, values in zip(inputs.experts, block.deltas, strict=True):
-        source = block.entry.sources[inputs.experts.index(expert)]
-        if source is not None and not torch.equal(values, block.base):
+        if not torch.equal(values, block.base):
             raise CoterieError(
                 f"expert {expert.label}: buffer {block.entry.name} ({block.entry.base.code}) differs from the base's"
             )

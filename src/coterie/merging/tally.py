@@ -63,7 +63,7 @@ class TensorTally:
 
     def add(self, block: Block) -> None:
         s, w = self.sums, block.base.reshape(-1)  # [n]
-        d = torch.stack(block.deltas)  # [N, r, c]
+        d = block.deltas  # [N, r, c]
         s.values += w.numel()
         s.base += w.double() @ w.double()
         grams = row_grams(d)  # [r, N, N]

@@ -41,7 +41,7 @@ class Update:
             self._entry = block.entry
             self._prepare(block)
         method = self.recipe.method
-        deltas = block.deltas
+        deltas = list(block.deltas)  # N times [r, c]
         if method == "ties":
             deltas = [methods.trim(d, t) for d, t in zip(deltas, self.thresholds, strict=True)]
         elif method in ("dare", "dare_ties"):
