@@ -13,8 +13,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,86 +24,20 @@ from coterie.swarm.access import Access
 from coterie.swarm.controller import FixedShare
 from coterie.swarm.exchange import Exchange, Request
 from coterie.swarm.identity import Identity, short_name
+from coterie.swarm.intake import Intake
 from coterie.swarm.pool import Entry, Pool
 from coterie.swarm.selection import Quotas, equal_share, likelihood_band, select
+from coterie.swarm.solo import Node, SoloNode, State
 from coterie.swarm.trust import Ledger
 from coterie.swarm.verify import Rebuilder, ScoreFn, score_group
-from coterie.swarm.wire import Message, WireError, encode_group, open_header, parse
+from coterie.swarm.wire import WireError, encode_group
 from coterie.types import Group
 
+__all__ = ["LogprobFn", "Node", "SoloNode", "State", "SwarmNode"]
+
 LogprobFn = Callable[[Sequence[Group]], Sequence[Sequence[NDArray[np.float32]]]]
-Mode = Literal["sharing", "degraded", "solo"]
 _MARGIN = 3  # messages asked for per peer group wanted: some are uninformative, late or refused
 _CLOCK_S, _BEAT_S = 60.0, 2.0
-
-
-@dataclass(frozen=True)
-class State:
-    """Whether this node shares, and if not, why."""
-
-    mode: Mode
-    cause: str = ""
-
-
-class Node(Protocol):
-    """What the trainer sees. ``events``: lines for the console, emptied by who prints them."""
-
-    author: str
-    events: list[str]
-
-    def publish(self, groups: Sequence[Group]) -> None: ...
-
-    def collect(self, step: int) -> list[Group]: ...
-
-    def feedback(self, accuracy: float, kl: float) -> None: ...
-
-    @property
-    def state(self) -> State: ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-    def summary(self) -> str: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class SoloNode:
-    """No swarm: nothing is sent, nothing arrives."""
-
-    author = "self"
-    state = State("solo", "sharing is off (swarm.exchange = none)")
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def publish(self, groups: Sequence[Group]) -> None:
-        """Nothing."""
-
-    def collect(self, step: int) -> list[Group]:
-        return []
-
-    def feedback(self, accuracy: float, kl: float) -> None:
-        """Nothing."""
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def summary(self) -> str:
-        """Nothing to say about a swarm that is not there."""
-        return ""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 def _line(state: State) -> str:
@@ -147,7 +81,8 @@ class SwarmNode:
         self._logprobs, self._seed, self._on_close = logprobs, seed, on_close
         self.pool = Pool(cfg.pool, cfg.ttl)
         self.ledger = Ledger(cfg.max_age)
-        self.events: list[str] = []  # quarantines, changes of state, a wrong clock
+        self._intake = Intake(cfg.name, self.author, self._access, rebuilder, self.ledger, self.pool)
+        self.events = self._intake.events  # quarantines, changes of state, a wrong clock
         self._said = State("solo")
         self._now = 0  # collects so far: this node's only clock
         self._seq = 0
@@ -207,7 +142,7 @@ class SwarmNode:
             frames = self.exchange.collect(request)
             self._counts["received"] = len(frames)
             self.pool.expire(self._now)
-            self._intake(frames, deadline, request.messages)
+            self._counts["accepted"] = self._intake.take(frames, self._now, deadline, max(8, request.messages))
             self._wasted = 1.0 - self._counts["accepted"] / len(frames) if frames else 0.0
             chosen = self._choose(wanted, self._seed * 1_000_003 + step, deadline)
         for g in chosen:
@@ -217,54 +152,6 @@ class SwarmNode:
         self._note(chosen, wanted, time.monotonic() - start)
         self._beat(step)
         return chosen
-
-    def _intake(self, frames: Sequence[bytes], deadline: float, most: int) -> None:
-        """Check each message and put the good ones in the pool, one author after the other so that none crowds out."""
-        queues: dict[bytes, list[bytes]] = {}
-        for data in frames:
-            try:
-                frame = self._access.open(data, self.cfg.message_bytes)
-            except WireError as e:
-                self.ledger.blame(None, e.kind, self._now)
-                continue
-            queues.setdefault(frame[5:37], []).append(frame)
-        each = max(8, most)
-        for turn in range(max(map(len, queues.values()), default=0)):
-            for queue in queues.values():
-                if turn >= len(queue):
-                    continue
-                if turn >= each or time.monotonic() > deadline:
-                    self.ledger.blame(None, "rate", self._now)
-                    continue
-                self._admit(queue[turn])
-
-    def _admit(self, frame: bytes) -> None:
-        author: str | None = None
-        limits = self._rebuild.limits
-        try:
-            header = parse(frame, self.cfg.name, limits)
-            if header.author == self.author:
-                raise WireError("own", "own message")
-            if not self._access.welcome(header.author):
-                raise WireError("not_allowed", short_name(header.author))
-            self.ledger.check_author(header.author, self._now)
-            body = open_header(header, limits)
-            author = header.author
-            message = Message(header.id, author, body, frame)
-            self.ledger.note_clock(author, time.time() * 1000 - body.sent_ms)
-            self.ledger.check_new(message, self._now)
-            group = self._rebuild.group(message)
-            if not self.pool.remember(group):
-                raise WireError("copy", "these answers were here before", signed=True)
-        except WireError as e:
-            self._refuse(header.author if e.signed else None, e)
-            return
-        self.pool.add(Entry(group, frame, self._now))
-        self._counts["accepted"] += 1
-
-    def _refuse(self, author: str | None, error: WireError) -> None:
-        if self.ledger.blame(author, error.kind, self._now) and author is not None:
-            self.events.append(f"peer {short_name(author)} in quarantine: {error}")
 
     def _choose(self, wanted: int, seed: int, deadline: float) -> list[Group]:
         """Score waiting groups until enough are fit, then select; what has no signal leaves the pool."""
@@ -302,7 +189,8 @@ class SwarmNode:
         self._counts["reward_sum_1e6"] += round(1e6 * sum(group.valid_rewards))
         if breach:
             self.pool.remove(group.id, "breach")
-            self._refuse(group.author, WireError("breach", "an answer broke the scorer's bounds", signed=True))
+            error = WireError("breach", "an answer broke the scorer's bounds", signed=True)
+            self._intake.refuse(group.author, error, self._now)
         elif self.cfg.selection != "uniform" and not group.informative:
             self.pool.remove(group.id, "uninformative")
         else:
@@ -475,10 +363,8 @@ class SwarmNode:
 
     def _restore(self, frame: bytes, arrived: int, rewards: list[float | None] | None) -> None:
         """Put a saved entry back; one that this node would refuse today (its tasks have changed) is dropped."""
-        limits = self._rebuild.limits
         try:
-            header = parse(frame, self.cfg.name, limits)
-            group = self._rebuild.group(Message(header.id, header.author, open_header(header, limits), frame))
+            group = self._intake.restore(frame)
         except WireError:
             self.pool.dropped["unrestored"] += 1
             return
