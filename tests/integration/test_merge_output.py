@@ -231,6 +231,28 @@ def test_existing_output_is_never_overwritten_and_failure_leaves_nothing(tmp_pat
         pass
 
 
+FULL = """
+import resource, sys
+from coterie.errors import CoterieError
+from coterie.merging.merge import merge
+from coterie.merging.recipe import make_recipe
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # writes beyond this fail, as on a full disk
+try:
+    merge(make_recipe(sys.argv[1], [sys.argv[1]]), sys.argv[2])
+except CoterieError as e:
+    print(e)
+"""
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path) -> None:
+    b = save(tmp_path / "base", weights(0, shapes={"w.weight": (300, 200)}))
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, b, tmp_path / "out"], capture_output=True, text=True, check=True, env=ENV
+    )
+    assert f"cannot write {tmp_path / 'out'}" in done.stdout and "free some space" in done.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base"]
+
+
 def test_writer_files_are_what_safetensors_reads(tmp_path) -> None:
     tensors = {"b": torch.randn(5, 3, dtype=torch.float64), "a": torch.randn(7), "c": torch.randn(3, 3).bfloat16(),
                "e": torch.zeros(0, 4), "d": torch.tensor([True, False])}  # fmt: skip
@@ -369,3 +391,36 @@ def test_mergekit_agrees_where_formulas_do_and_differs_where_documented(tmp_path
     assert found["dare_factor_ours"] == [4.0, 4.0]
     low, high = found["dare_factor_mergekit"]
     assert low < 4.0 < high
+
+
+def test_cli_interference_prints_writes_and_refuses_to_overwrite(tmp_path) -> None:
+    base = weights(0)
+    b = save(tmp_path / "base", base)
+    e = [save(tmp_path / n, weights(k, base)) for k, n in ((1, "math"), (2, "logic"))]
+    dry = json.loads(run("interference", b, *e, "--dry-run", "--json").stdout)
+    assert dry["experts"] == ["logic", "math"] and dry["values"] == sum(t.numel() for t in base.values())
+    printed = json.loads(run("interference", b, *e, "--top-k", 2, "--json").stdout)
+    assert printed["all"]["pairs"][0]["experts"] == ["logic", "math"] and len(printed["subspaces"]["matrices"]) == 4
+    shown = run("interference", b, *e, "--top-k", 0, "--out", tmp_path / "out")
+    assert shown.exit_code == 0 and "Weights alone never show that a merge is safe" in shown.stdout, shown.output
+    assert (tmp_path / "out/interference.html").is_file() and (tmp_path / "out/interference.json").is_file()
+    again = run("interference", b, *e, "--out", tmp_path / "out")
+    assert isinstance(again.exception, UserError) and "holds a report already" in str(again.exception)
+    assert "Example: coterie interference" in run("interference", "--help").output
+
+
+SMALL_BENCH = """
+import json, sys
+from coterie.bench.merge import run
+if __name__ == "__main__":
+    print(json.dumps(run(millions=0.5, repeats=1, env="/nowhere")))
+"""
+
+
+@pytest.mark.slow
+def test_bench_runs_without_mergekit_and_says_so(tmp_path) -> None:
+    (tmp_path / "bench.py").write_text(SMALL_BENCH)
+    done = subprocess.run([sys.executable, tmp_path / "bench.py"], capture_output=True, text=True, check=True, env=ENV)
+    found = json.loads(done.stdout)
+    assert "mergekit-yaml is not there" in found["mergekit_missing"] and "ratios" not in found
+    assert set(found["arms"]) == {"sum", "ties_tensor", "ties_global"} and found["gram"]["rate_share"] > 0

@@ -181,6 +181,14 @@ def test_me04_adapter_on_one_of_tied_embedding_and_head_leaves_the_other(tmp_pat
     assert float((got[touched] - base[EMBED]).abs().max()) > 1e-3
 
 
+def test_me04_one_adapter_for_both_of_a_tied_pair_is_refused(tmp_path) -> None:
+    base = weights(0, shapes=TIED_SHAPES)
+    b = save(tmp_path / "base", base, tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "a", {"lm_head": 2}, {HEAD: base[EMBED]}, 1, ensure_weight_tying=True)
+    with pytest.raises(UserError, match="ensure_weight_tying"):
+        plan(make_recipe(b, [adapter]))
+
+
 def words(n: int) -> list[str]:
     return [f"w{i}" for i in range(n)]
 

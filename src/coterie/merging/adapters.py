@@ -111,7 +111,11 @@ def open_adapter(folder: Path, base: Checkpoint) -> Adapter:
     pairs = {n: _pair(n, h, config, folder, base) for n, h in sorted(halves.items())}
     if not pairs and not full:
         raise UserError(f"adapter {folder}: holds no LoRA weights")
-    return Adapter(folder, config, pairs, full, (file,), tuple(notes))
+    adapter = Adapter(folder, config, pairs, full, (file,), tuple(notes))
+    if config.get("ensure_weight_tying") and base.tied and adapter.unties:
+        raise UserError(f"adapter {folder}: ensure_weight_tying applies one adapter to embedding and head at once; "
+                        "merge it into its base with peft and pass the full model")  # fmt: skip
+    return adapter
 
 
 def _refuse_variants(config: dict[str, Any], folder: Path) -> None:

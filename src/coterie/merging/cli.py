@@ -134,10 +134,12 @@ def interference_command(
         }
         _emit(planned) if as_json else _show_plan({**planned, "warnings": []})
         return
+    from coterie.merging.page import check_place, write_report
+
+    if out is not None:
+        check_place(out)
     report = interference(recipe, top_k=top_k, matrices=matrices, chunk_mib=chunk_mib)
     if out is not None:
-        from coterie.merging.page import write_report
-
         write_report(report, out)
     if as_json:
         _emit(report)

@@ -109,20 +109,25 @@ def merge(
     planned = plan(recipe, out)
     began = time.perf_counter()
     files = {f for m in (planned.inputs.base, *planned.inputs.members) for f in m.files}
-    with ThreadPoolExecutor(1, "coterie-merge-hash") as pool, OutputFolder(out) as folder:
-        hashes: dict[Path, Future[str]] = {f: pool.submit(file_hash, f) for f in sorted(files)} if hash_inputs else {}
-        try:
-            if recipe.method == "lora_concat":
-                result = concat(planned, folder.path)
-            else:
-                with nullcontext() if recipe.method == "svd" else one_thread_each():
-                    result = _merge_full(planned, folder.path, chunk_mib, shard_bytes, progress)
-            result["input_sha256"] = {str(f): h.result() for f, h in hashes.items()}
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        result["seconds"] = round(time.perf_counter() - began, 3)
-        return write_documents(planned, folder.path, result, command)
+    try:
+        with ThreadPoolExecutor(1, "coterie-merge-hash") as pool, OutputFolder(out) as folder:
+            hashes: dict[Path, Future[str]] = (
+                {f: pool.submit(file_hash, f) for f in sorted(files)} if hash_inputs else {}
+            )
+            try:
+                if recipe.method == "lora_concat":
+                    result = concat(planned, folder.path)
+                else:
+                    with nullcontext() if recipe.method == "svd" else one_thread_each():
+                        result = _merge_full(planned, folder.path, chunk_mib, shard_bytes, progress)
+                result["input_sha256"] = {str(f): h.result() for f, h in hashes.items()}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+            result["seconds"] = round(time.perf_counter() - began, 3)
+            return write_documents(planned, folder.path, result, command)
+    except OSError as e:  # the disk is an edge: say what could not be written
+        raise CoterieError(f"merge: cannot write {out}: {e}; free some space or name another folder") from e
 
 
 def _merge_full(

@@ -17,15 +17,20 @@ def write_report(report: dict[str, Any], out: Path) -> None:
     """Write ``interference.json`` and ``interference.html`` into the folder ``out``.
 
     Raises:
-        UserError: ``out`` is a file, or a report is there already.
+        UserError: see :func:`check_place`.
     """
+    check_place(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "interference.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (out / "interference.html").write_text(html(report), encoding="utf-8")
+
+
+def check_place(out: Path) -> None:
+    """Raises UserError if ``out`` is a file or holds a report already."""
     if out.exists() and not out.is_dir():
         raise UserError(f"output {out}: is a file; name a folder")
     if (out / "interference.json").exists():
         raise UserError(f"output {out}: holds a report already; name another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "interference.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (out / "interference.html").write_text(html(report), encoding="utf-8")
 
 
 def html(report: dict[str, Any]) -> str:
