@@ -41,14 +41,15 @@ def run(millions: float = 188, repeats: int = 3, env: str | None = None) -> dict
     program = place / "bin" / "mergekit-yaml"
     with tempfile.TemporaryDirectory(prefix="coterie-bench-merge-") as scratch:
         folder = Path(scratch)
-        base, experts = models(folder / "in", millions, "bfloat16")
+        # in processes of their own: a child's peak memory includes what its parent held when it was forked
+        base, experts = _apart("models", folder / "in", millions, "bfloat16")
         out: dict[str, Any] = {
             "parameters": _values(base),
             "experts": EXPERTS,
             "repeats": repeats,
             "load_average": os.getloadavg(),
         }
-        out["gram"] = gram_rate(base, experts, repeats)
+        out["gram"] = _apart("gram_rate", base, experts, repeats)
         if not program.is_file():
             out["mergekit_missing"] = f"{program} is not there"
         arms: dict[str, Callable[[Path], list[str]]] = {}

@@ -12,6 +12,8 @@ from jinja2 import Environment, PackageLoader
 from coterie.errors import UserError
 from coterie.merging.tables import number
 
+_Z_SCALE = 6.0  # z at which a cell has its full colour
+
 
 def write_report(report: dict[str, Any], out: Path) -> None:
     """Write ``interference.json`` and ``interference.html`` into the folder ``out``.
@@ -39,8 +41,8 @@ def html(report: dict[str, Any]) -> str:
     labels = list(report["all"]["experts"])
     env = Environment(loader=PackageLoader("coterie.merging", "."), autoescape=True)
     values = {
-        "cosines": _pair_map(report["all"], labels, "cosine", ".1e"),
-        "zs": _pair_map(report["all"], labels, "z_row_flip", ".1f"),
+        "cosines": _pair_map(report["all"], labels, "cosine", ".1e", 0.1),
+        "zs": _pair_map(report["all"], labels, "z_row_flip", ".1f", _Z_SCALE),
         "kinds": _scope_map(report["per_module_type"]),
         "layers": _scope_map(report["per_layer"]),
     }
@@ -49,10 +51,10 @@ def html(report: dict[str, Any]) -> str:
     return env.get_template("interference.html.j2").render(r=report, num=number, thresholds=thresholds, **marked)
 
 
-def _pair_map(figures: dict[str, Any], labels: list[str], key: str, form: str) -> str:
+def _pair_map(figures: dict[str, Any], labels: list[str], key: str, form: str, least: float) -> str:
     found = {tuple(p["experts"]): p[key] for p in figures["pairs"]}
     cells = [[found.get((a, b), found.get((b, a))) for b in labels] for a in labels]
-    return heat_map(labels, labels, cells, form)
+    return heat_map(labels, labels, cells, form, least)
 
 
 def _scope_map(scopes: dict[str, Any]) -> str:
@@ -60,15 +62,18 @@ def _scope_map(scopes: dict[str, Any]) -> str:
     if first is None:
         return ""
     columns = [" · ".join(p["experts"]) for p in first["pairs"]]
-    return heat_map(list(scopes), columns, [[p["z_row_flip"] for p in f["pairs"]] for f in scopes.values()], ".1f")
+    return heat_map(
+        list(scopes), columns, [[p["z_row_flip"] for p in f["pairs"]] for f in scopes.values()], ".1f", _Z_SCALE
+    )
 
 
-def heat_map(rows: list[str], columns: list[str], cells: list[list[float | None]], form: str) -> str:
-    """An SVG table of coloured cells: blue negative, red positive, scaled to the largest magnitude shown."""
+def heat_map(rows: list[str], columns: list[str], cells: list[list[float | None]], form: str, least: float) -> str:
+    """An SVG table of coloured cells: blue negative, red positive, full colour at the largest magnitude, or ``least``."""
     from markupsafe import escape
 
-    most = max((abs(c) for line in cells for c in line if c is not None and math.isfinite(c)), default=0.0) or 1.0
-    left, top = 8 + 7 * max(map(len, rows), default=0), 8 + 5 * max(map(len, columns), default=0)
+    most = max((abs(c) for line in cells for c in line if c is not None and math.isfinite(c)), default=0.0)
+    most = max(most, least)  # so that noise does not look like a finding
+    left, top = 8 + 7 * max(map(len, rows), default=0), 20 + 5 * max(map(len, columns), default=0)
     wide, high = 62, 22
     parts = [f'<svg width="{left + wide * len(columns) + 60}" height="{top + high * len(rows) + 8}" role="img">']
     for x, text in enumerate(columns):
