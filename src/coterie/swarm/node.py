@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -156,7 +155,7 @@ class SwarmNode:
     def _choose(self, wanted: int, seed: int, deadline: float) -> list[Group]:
         """Score waiting groups until enough are fit, then select; what has no signal leaves the pool."""
         quotas = self._quotas(wanted)
-        order = self._order(seed)
+        order = self.pool.order(seed)
         goal = 3 * wanted if self.cfg.selection == "variance" else wanted
         while True:
             ready = [e.group for e in self.pool.entries.values() if e.scored and self._fresh(e.group)]
@@ -168,18 +167,6 @@ class SwarmNode:
                 self._score(self.pool.entries[i])
         chosen = select(ready, wanted, self.cfg.selection, seed, quotas)
         return self._plausible(chosen)
-
-    def _order(self, seed: int) -> list[str]:
-        """Waiting groups at random, one author after the other: a flood waits behind everybody's first group."""
-        order = sorted(self.pool.entries)
-        random.Random(seed).shuffle(order)
-        seen: Counter[str] = Counter()
-        turn: dict[str, int] = {}
-        for i in order:
-            author = self.pool.entries[i].group.author
-            turn[i] = seen[author]
-            seen[author] += 1
-        return sorted(order, key=turn.__getitem__)
 
     def _score(self, entry: Entry) -> None:
         group, breach = score_group(entry.group, self._score_fn)
@@ -217,10 +204,8 @@ class SwarmNode:
 
     def _fresh(self, group: Group) -> bool:
         record = self.ledger.authors.get(group.author)
-        if record is None or self._now < record.barred_until:
-            return False
-        newest = record.sessions[0].version if record.sessions else 0
-        return newest - group.policy_version <= self.cfg.max_age
+        barred = record is None or self._now < record.barred_until
+        return not barred and self.ledger.age(group) <= self.cfg.max_age
 
     def feedback(self, accuracy: float, kl: float) -> None:
         """Own held-out accuracy and KL to the start model, after an evaluation (used by ``ratio = "adaptive"``)."""
@@ -249,7 +234,7 @@ class SwarmNode:
         return ", ".join(f"{n} {k}" for k, n in reasons.most_common(3)) or "all wait to be scored"
 
     def _note(self, chosen: Sequence[Group], wanted: int, seconds: float) -> None:
-        ages = [self._age(g) for g in chosen]
+        ages = [self.ledger.age(g) for g in chosen]
         rewards = self._counts["rewards"]
         self._last = {
             "swarm/used_groups": float(len(chosen)),
@@ -288,9 +273,6 @@ class SwarmNode:
         }
         self.exchange.beat(json.dumps(info))
 
-    def _age(self, group: Group) -> int:
-        return max(0, self.ledger.authors[group.author].sessions[0].version - group.policy_version)
-
     def metrics(self) -> dict[str, float]:
         """Of the last collect; counters (``published``, ``bytes_*``, ``refused*``, ``dropped*``) since the start."""
         mode = {"sharing": 2.0, "degraded": 1.0, "solo": 0.0}[self.state.mode]
@@ -321,18 +303,8 @@ class SwarmNode:
         return text + (f"; had in quarantine: {', '.join(bad)}" if bad else "")
 
     def peers(self) -> list[dict[str, Any]]:
-        """Every author heard of: name, groups accepted and used, faults by kind, quarantine."""
-        return [
-            {
-                "node": node,
-                "name": short_name(node),
-                "accepted": a.accepted,
-                "used": a.used,
-                "faults": dict(a.faults),
-                "quarantined": self._now < a.barred_until,
-            }
-            for node, a in self.ledger.authors.items()
-        ]
+        """Every author heard of: see :meth:`Ledger.table`."""
+        return self.ledger.table(self._now)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON data for the checkpoint: with it, a restarted node takes no group twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import random
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,18 @@ class Pool:
             oldest = next(i for i, e in self.entries.items() if counts[e.group.author] == most)
             del self.entries[oldest]
             self.dropped["full"] += 1
+
+    def order(self, seed: int) -> list[str]:
+        """Ids at random, one author after the other: a flood waits behind everybody's first group."""
+        ids = sorted(self.entries)
+        random.Random(seed).shuffle(ids)
+        seen: Counter[str] = Counter()
+        turn: dict[str, int] = {}
+        for i in ids:
+            author = self.entries[i].group.author
+            turn[i] = seen[author]
+            seen[author] += 1
+        return sorted(ids, key=turn.__getitem__)
 
     def expire(self, now: int) -> None:
         for i in [i for i, e in self.entries.items() if now - e.arrived > self.ttl]:

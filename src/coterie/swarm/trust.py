@@ -19,6 +19,7 @@ import msgspec
 
 from coterie.swarm.identity import short_name
 from coterie.swarm.wire import Message, WireError
+from coterie.types import Group
 
 WINDOW = 1024
 MAX_AUTHORS = 4096
@@ -118,6 +119,26 @@ class Ledger:
 
     def quarantined(self, now: int) -> list[str]:
         return [a for a, r in self.authors.items() if now < r.barred_until]
+
+    def age(self, group: Group) -> int:
+        """Versions between a group and the newest known of its author."""
+        record = self.authors.get(group.author)
+        newest = record.sessions[0].version if record is not None and record.sessions else 0
+        return max(0, newest - group.policy_version)
+
+    def table(self, now: int) -> list[dict[str, Any]]:
+        """Name, groups accepted and used, faults by kind and quarantine of every author, as plain data."""
+        return [
+            {
+                "node": node,
+                "name": short_name(node),
+                "accepted": a.accepted,
+                "used": a.used,
+                "faults": dict(a.faults),
+                "quarantined": now < a.barred_until,
+            }
+            for node, a in self.authors.items()
+        ]
 
     def state(self) -> dict[str, Any]:
         """Plain JSON data."""
