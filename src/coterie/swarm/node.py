@@ -25,7 +25,7 @@ from coterie.swarm.exchange import Exchange, Request
 from coterie.swarm.identity import Identity, short_name
 from coterie.swarm.intake import Intake
 from coterie.swarm.pool import Entry, Pool
-from coterie.swarm.selection import Quotas, equal_share, likelihood_band, select
+from coterie.swarm.selection import Quotas, equal_share, fresh, likelihood_band, select
 from coterie.swarm.solo import Node, SoloNode, State
 from coterie.swarm.trust import Ledger
 from coterie.swarm.verify import Rebuilder, ScoreFn, score_group
@@ -158,7 +158,8 @@ class SwarmNode:
         order = self.pool.order(seed)
         goal = 3 * wanted if self.cfg.selection == "variance" else wanted
         while True:
-            ready = [e.group for e in self.pool.entries.values() if e.scored and self._fresh(e.group)]
+            scored = [e.group for e in self.pool.entries.values() if e.scored]
+            ready = fresh(scored, self.ledger.trusted(self._now), self.cfg.max_age)
             chosen = select(ready, goal, self.cfg.selection, seed, quotas)
             todo = [i for i in order if i in self.pool.entries and not self.pool.entries[i].scored]
             if len(chosen) >= goal or not todo or time.monotonic() > deadline:
@@ -201,11 +202,6 @@ class SwarmNode:
         share = equal_share(wanted, heard)
         most = self.cfg.per_peer or 2 * share
         return Quotas(most, self.cfg.per_task, min(share, most))
-
-    def _fresh(self, group: Group) -> bool:
-        record = self.ledger.authors.get(group.author)
-        barred = record is None or self._now < record.barred_until
-        return not barred and self.ledger.age(group) <= self.cfg.max_age
 
     def feedback(self, accuracy: float, kl: float) -> None:
         """Own held-out accuracy and KL to the start model, after an evaluation (used by ``ratio = "adaptive"``)."""

@@ -1,4 +1,4 @@
-"""Which groups enter an update: pure functions of (groups, seed, limits), the same for peers' groups and own ones.
+"""Which groups enter an update: pure functions of (groups, seed, limits).
 
 The result depends on the set of groups and the seed, never on the order in which they arrived.
 """
@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.swarm.verify import content_digest
 from coterie.types import Group
 
 Strategy = Literal["uniform", "informative", "variance"]
@@ -62,31 +61,14 @@ def select(
     return chosen
 
 
-def select_own(groups: Sequence[Group], strategy: Literal["all", "informative"]) -> list[Group]:
-    """The own-group filter, as its own switch, so that filtering and sharing can be told apart. Order is kept."""
-    return [g for g in groups if strategy == "all" or g.informative]
-
-
 def equal_share(wanted: int, authors: int) -> int:
     """``wanted`` over ``authors``, rounded up."""
     return max(1, -(-wanted // max(1, authors)))
 
 
 def fresh(groups: Sequence[Group], newest: Mapping[str, int], max_age: int) -> list[Group]:
-    """Groups at most ``max_age`` versions behind the newest version known of their author."""
-    return [g for g in groups if newest.get(g.author, g.policy_version) - g.policy_version <= max_age]
-
-
-def distinct(groups: Sequence[Group]) -> list[Group]:
-    """The first of every set of groups with the same id, or with the same problem and the same answers."""
-    seen: set[str] = set()
-    out = []
-    for g in groups:
-        keys = {g.id, content_digest(g)}
-        if not keys & seen:
-            out.append(g)
-        seen |= keys
-    return out
+    """Groups at most ``max_age`` versions behind the ``newest`` known of their author; none of an author not listed."""
+    return [g for g in groups if g.author in newest and newest[g.author] - g.policy_version <= max_age]
 
 
 def likelihood_band(

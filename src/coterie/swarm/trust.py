@@ -126,6 +126,10 @@ class Ledger:
         newest = record.sessions[0].version if record is not None and record.sessions else 0
         return max(0, newest - group.policy_version)
 
+    def trusted(self, now: int) -> dict[str, int]:
+        """Newest known policy version of every author that is not in quarantine."""
+        return {n: a.sessions[0].version for n, a in self.authors.items() if a.sessions and now >= a.barred_until}
+
     def table(self, now: int) -> list[dict[str, Any]]:
         """Name, groups accepted and used, faults by kind and quarantine of every author, as plain data."""
         return [
