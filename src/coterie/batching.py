@@ -64,6 +64,7 @@ class Batch:
     weights: Tensor  # [B] float32, factor on the row's loss
     group_index: Tensor  # [B] int64, position of the row's group in the list given to collate
     normalizers: Normalizers
+    returns: Tensor | None = None  # [B, T] float32, what a value head regresses on (GAE), 0 outside the policy's tokens
 
     def __post_init__(self) -> None:
         B, T = self.input_ids.shape
@@ -117,8 +118,9 @@ _DTYPES = {
     "temperature": torch.float32,
     "weights": torch.float32,
     "group_index": torch.int64,
+    "returns": torch.float32,
 }
-_PER_TOKEN = {"input_ids", "source", "behavior_logprobs", "loss_mask", "advantages"}
+_PER_TOKEN = {"input_ids", "source", "behavior_logprobs", "loss_mask", "advantages", "returns"}
 
 Advantage = float | Sequence[float] | None  # per trajectory; per token of token_ids (GAE); None = not assigned
 

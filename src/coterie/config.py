@@ -83,6 +83,16 @@ class AdvantageConfig(Section):
     """`mean_std` GRPO, `mean` Dr.GRPO, `rloo` leave-one-out, `batch` REINFORCE++, `gae` PPO with a value head."""
     baseline: Literal["own_mode", "solo_mean", "shared"] = "own_mode"
     """What a trajectory is compared with when helped and solo rollouts are mixed in a group."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """`gae`: discount per token the policy writes."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """`gae`: lambda; 1 takes the whole return (no bias), 0 trusts the value head one token ahead."""
+    whiten: bool = True
+    """`gae`: subtract the mean and divide by the deviation of the advantages over the batch's policy tokens."""
+    value_clip: float = Field(0.2, gt=0)
+    """`gae`: how far the value of a token may move per batch before its regression is clipped."""
+    value_coef: float = Field(0.5, ge=0)
+    """`gae`: weight of the value head's loss."""
 
 
 class LossConfig(Section):
@@ -278,7 +288,7 @@ class SwarmConfig(Section):
     own_selection: Literal["all", "informative"] = "all"
     """The same filter for own groups, as its own switch."""
     per_peer: int = Field(0, ge=0)
-    """Most groups of one peer per update. 0: twice an equal share of the peers heard of."""
+    """Most groups of one peer per update. 0: twice an equal share among those heard lately."""
     per_task: int = Field(0, ge=0)
     """Most peers' groups of one task per update. 0: no limit."""
     max_age: int = Field(8, ge=0)

@@ -10,13 +10,14 @@ Layouts, all of which give the same numbers:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie.batching import Batch, Normalizers
+from coterie.errors import UserError
 from coterie.lmhead import token_logprobs
 from coterie.packing import Grid, Packed, branches, pack
 from coterie.trunk import FAMILY, packed_hidden
@@ -31,14 +32,21 @@ class TokenStats:
     sum_sq: Tensor  # [B, T] sum over the vocabulary of squared probabilities
     layout: str = "none"  # "packed" | "tree" | "padded" | "none" (nothing to compute)
     tokens: int = 0  # tokens that went through the layers, padding included
+    values: Tensor | None = None  # [B, T] value of the state before token t, differentiable; None without a value head
+
+    def detach(self) -> TokenStats:
+        """The same numbers as constants."""
+        values = None if self.values is None else self.values.detach()  # [B, T]
+        return replace(self, logprobs=self.logprobs.detach(), values=values)
 
 
 class Forward:
     """Computes :class:`TokenStats` with one model. At first use it checks, on a few tokens, which layouts and which
     output head reproduce the model's own logits, and never uses one that does not."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, value_head: nn.Linear | None = None) -> None:
         self.model = model  # the causal LM, adapters in place
+        self.value_head = value_head
         self._layouts: tuple[str, ...] = ()
         self._plain_head = True
 
@@ -47,7 +55,7 @@ class Forward:
             self._verify(batch.device)
         if not bool(batch.loss_mask.any()):
             zero = torch.zeros(batch.input_ids.shape, device=batch.device)  # [B, T]
-            return TokenStats(zero, zero, zero)
+            return TokenStats(zero, zero, zero, values=None if self.value_head is None else zero)
         packed = pack(batch)
         layout = self.layout(batch, packed)
         return self._stats(batch, packed, layout, checkpoint)
@@ -95,7 +103,20 @@ class Forward:
             return values.new_zeros(batch.input_ids.shape).index_put((row, t), values)  # [B, T]
 
         logprobs, entropy, sum_sq = map(spread, stats)
-        return TokenStats(logprobs, entropy, sum_sq, layout, tokens)
+        values = None if self.value_head is None else spread(self._values(hidden))  # [B, T]
+        return TokenStats(logprobs, entropy, sum_sq, layout, tokens, values)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        """[M] the value head on the hidden states that predict each token, always in float32."""
+        assert self.value_head is not None
+        if not self._plain_head:
+            raise UserError(
+                "advantage.kind = gae: this model makes its logits in a way of its own, so its last hidden states cannot "
+                "be had for a value head; use mean_std, mean, rloo or batch"
+            )
+        with torch.autocast(hidden.device.type, enabled=False):
+            values: Tensor = self.value_head(hidden.float()).squeeze(-1)  # [M]
+        return values
 
     @torch.no_grad()
     def _verify(self, device: torch.device) -> None:

@@ -19,6 +19,8 @@ from coterie.forward import Forward, TokenStats
 from coterie.models_io import add_lora, load_model, load_tokenizer, pick_device
 from coterie.prompting import PromptEncoder
 
+HEAD = "value_head."  # prefix of the value head's weights in checkpoints; they are no part of the saved model
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -38,9 +40,11 @@ class Policy:
         dtype: torch.dtype = torch.float32,
         optim: OptimConfig | None = None,
         start: Callable[[], Any] | None = None,
+        value_head: bool = False,
     ) -> None:
         """``model``: a Hugging Face causal LM or a PEFT wrapper of one, float32. ``start`` loads the model as it was
-        before training, for :meth:`reference_logprobs` of a fully trained model."""
+        before training, for :meth:`reference_logprobs` of a fully trained model. ``value_head``: learn values of
+        states too (PPO); a linear map of the last hidden state, zero at the start, trained with the weights."""
         self.model = model.eval()  # no dropout: the learner's log-probs are the sampler's
         self.tokenizer = tokenizer
         self.dtype = dtype
@@ -51,10 +55,13 @@ class Policy:
             tokenizer, system_prompt, eos_ids=_as_ids(getattr(generation, "eos_token_id", None))
         )
         self._start = start
-        self._forward = Forward(self.causal_lm)
+        self.value_head = zero_head(self.causal_lm) if value_head else None
+        self._forward = Forward(self.causal_lm, self.value_head)
         self._reference: Forward | None = None
         self._bad: str | None = None
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if self.value_head is not None:
+            self._trained |= {f"{HEAD}{n}": p for n, p in self.value_head.named_parameters()}
         self._optimizer = torch.optim.AdamW(
             list(self._trained.values()),
             lr=self.optim.lr,
@@ -64,7 +71,9 @@ class Policy:
         )
 
     @classmethod
-    def load(cls, cfg: ModelConfig, *, seed: int = 0, optim: OptimConfig | None = None) -> Policy:
+    def load(
+        cls, cfg: ModelConfig, *, seed: int = 0, optim: OptimConfig | None = None, value_head: bool = False
+    ) -> Policy:
         """Load `tiny`, `smollm2`, a Hugging Face id or a folder; with adapters if ``cfg.lora_rank`` > 0.
 
         Raises:
@@ -81,6 +90,7 @@ class Policy:
             dtype=torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32,
             optim=optim,
             start=lambda: load_model(cfg.name, device),
+            value_head=value_head,
         )
 
     @property
@@ -152,7 +162,8 @@ class Policy:
         return StepResult(float(norm), skipped)
 
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights by name (adapters only, for LoRA), sharing memory with the model."""
+        """The trained weights by name (adapters only, for LoRA; with those of the value head), sharing memory with the
+        model."""
         return {n: p.detach() for n, p in self._trained.items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
@@ -188,6 +199,14 @@ class Policy:
             model = copy.deepcopy(self.model).merge_and_unload()
         model.save_pretrained(str(folder))
         self.tokenizer.save_pretrained(str(folder))
+
+
+def zero_head(model: Any) -> nn.Linear:
+    """One value per hidden state; all zero, so that the first advantages are the returns themselves."""
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=next(model.parameters()).device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

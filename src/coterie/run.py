@@ -50,10 +50,15 @@ def check(cfg: Config) -> None:
     """
     if not cfg.tasks:
         raise UserError("config: no tasks; add at least one [tasks.NAME] section (see `coterie tasks list`)")
-    if cfg.method == "rl" and cfg.rollout.group_size < 2:
+    if cfg.method == "rl" and cfg.rollout.group_size < 2 and cfg.advantage.kind != "gae":
         raise UserError(
             "config: rollout.group_size = 1 gives no baseline (an answer's advantage is its difference from the others "
             "to the same problem); use at least 2, better 8. Evaluation with one sample is `coterie eval`"
+        )
+    if cfg.advantage.kind == "gae" and cfg.helpers.roles and cfg.loss.external_loss not in ("masked", "ce"):
+        raise UserError(
+            "config: advantage.kind = gae gives helpers' tokens no advantage (only the policy's tokens are steps), so "
+            f"loss.external_loss = {cfg.loss.external_loss} would train nothing there; use masked or ce"
         )
 
 
@@ -65,7 +70,8 @@ def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
     with ExitStack() as stack:
         tasks = build_tasks(cfg.tasks)
         scorer = stack.enter_context(Scorer(cfg.scoring))
-        policy = Policy.load(cfg.model, seed=cfg.seed, optim=cfg.optim)
+        critic = cfg.method == "rl" and cfg.advantage.kind == "gae"
+        policy = Policy.load(cfg.model, seed=cfg.seed, optim=cfg.optim, value_head=critic)
         engine = TorchEngine(policy, token_budget=cfg.rollout.token_budget)
         node = open_node(
             cfg,

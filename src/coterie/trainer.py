@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from coterie.advantages import group_advantages
 from coterie.batching import Batch, collate, micro_batches
 from coterie.config import Config
+from coterie.critic import critic_loss, critic_metrics, plain_rewards, start_values, with_gae
 from coterie.engines.base import Engine
 from coterie.evaluation import Evaluation, evaluate
+from coterie.forward import TokenStats
 from coterie.helpers.metrics import helper_metrics
 from coterie.helpers.mixing import CollapseGuard, too_many_failed
 from coterie.helpers.roles import HelperSet
@@ -118,16 +119,23 @@ class Trainer:
         return kept if self.cfg.swarm.own_selection == "all" else [g for g in kept if g.informative]
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
-        """The step's batch. Rows without signal are left out where every term of the loss is a multiple of the advantage."""
+        """The step's batch. Rows without signal are left out where every term of the loss is a multiple of the advantage.
+
+        PPO lays out the rewards first: what they say about each token is known once the value head has seen the rows.
+        """
         cfg = self.cfg
-        return collate(
+        ppo = cfg.advantage.kind == "gae"
+        batch = collate(
             groups,
-            group_advantages(groups, cfg.advantage.kind, cfg.advantage.baseline),
+            plain_rewards(groups) if ppo else group_advantages(groups, cfg.advantage.kind, cfg.advantage.baseline),
             me=self.node.author,
             max_new_tokens=cfg.rollout.max_new_tokens,
             mask_truncated=cfg.loss.mask_truncated,
-            drop_zero_advantages=zero_advantages_are_silent(cfg.loss),
+            drop_zero_advantages=not ppo and zero_advantages_are_silent(cfg.loss),
         )
+        if not ppo:
+            return batch
+        return with_gae(batch, start_values(self.policy, batch, cfg.optim.token_budget), cfg.advantage)
 
     def _update(self, batch: Batch) -> dict[str, float]:
         """``optim.updates`` optimiser steps on ``batch``; micro-batches change memory and speed, never the result."""
@@ -135,18 +143,22 @@ class Trainer:
         if batch.trained == 0:
             return {"policy/nothing_to_train": 1.0, "policy/skipped": 0.0}
         parts = micro_batches(batch, cfg.optim.token_budget)
-        old: dict[int, Tensor] = {}  # log-probs at the start of the update, kept over all its steps
+        old: dict[int, TokenStats] = {}  # log-probs and values at the start of the update, kept over all its steps
         metrics: dict[str, float] = {}
         for _ in range(cfg.optim.updates):
-            outputs = []
+            outputs, critic = [], []
             for i, part in enumerate(parts):
                 stats = self.policy.logprobs(part)
                 reference = self.policy.reference_logprobs(part) if cfg.loss.kl_coef > 0 else None
-                at_start = old.setdefault(i, stats.logprobs.detach())
-                outputs.append(policy_loss(stats, part, cfg.loss, at_start, reference))
-                self.policy.backward(outputs[-1].loss)
+                at_start = old.setdefault(i, stats.detach())
+                outputs.append(policy_loss(stats, part, cfg.loss, at_start.logprobs, reference))
+                loss = outputs[-1].loss
+                if part.returns is not None:
+                    critic.append(critic_loss(stats, at_start, part, cfg))
+                    loss = loss + critic[-1].loss
+                self.policy.backward(loss)
             done = self.policy.step(self._lr())
-            metrics = loss_metrics(outputs)
+            metrics = loss_metrics(outputs) | critic_metrics(critic)
         metrics["policy/nothing_to_train"] = 0.0
         return metrics | step_metrics(done, self._lr())
 
