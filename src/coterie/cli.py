@@ -228,6 +228,29 @@ def bench(
         Console().print_json(data=result)
 
 
+@app.command()
+def experiment(
+    file: Annotated[Path, typer.Argument(help="Experiment file: arms, seeds, comparisons.")],
+    out: Annotated[Path, typer.Option(help="Directory for runs, results.jsonl and table.md.")] = Path(
+        "runs/experiment"
+    ),
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one core each.")] = 2,
+    arms: Annotated[str, typer.Option(help="Only these arms, comma-separated.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Arms x seeds: runs what is not done yet, then tables and paired tests over seeds.
+
+    Example: coterie experiment experiments/domains.toml --out runs/domains
+    """
+    from coterie.experiment import run_experiment, summary
+
+    table = run_experiment(file, out, jobs, [a for a in arms.split(",") if a])
+    if as_json:
+        emit(summary(out))
+    else:
+        typer.echo(f"\n{table.read_text()}\n{table}")
+
+
 for part in (swarm_cli, helpers_cli, merging_cli):
     part.register(app)
 

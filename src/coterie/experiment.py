@@ -1,0 +1,228 @@
+"""``coterie experiment FILE``: arms x seeds, stated in a file before they run; then tables, paired tests and raw records.
+
+Each (arm, seed) is an ordinary run in its own process and directory, so a stopped experiment goes on where it was, and any
+of its runs can be repeated alone with the command in the table. Results are kept as JSONL beside the table made from them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+from pydantic import Field, ValidationError
+
+from coterie.config import Section
+from coterie.errors import CoterieError, UserError
+from coterie.rundir import dumps, read_jsonl, write_atomic
+from coterie.stats import compare_paired, holm, mean_interval
+
+
+class Comparison(Section):
+    first: str
+    second: str
+
+
+class Experiment(Section):
+    """An experiment file."""
+
+    question: str
+    """What the experiment is to answer; printed above the table."""
+    seeds: tuple[int, ...] = Field(min_length=1)
+    metric: str = "eval/accuracy"
+    """Headline: its value at the last evaluation."""
+    nodes: int = Field(1, ge=1)
+    """Nodes of a simulated swarm per run; the headline is their mean. Arms may set their own."""
+    config: dict[str, Any]
+    """The config all arms share."""
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    """Arm -> what it changes, merged into `config`; the key `nodes` sets the number of nodes."""
+    compare: tuple[Comparison, ...] = ()
+    """Pairs of arms for paired tests over seeds, corrected together (Holm)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the grid."""
+
+    arm: str
+    seed: int
+    nodes: int
+    folder: Path
+
+    @property
+    def done(self) -> bool:
+        return all((d / "DONE").exists() for d in self.run_dirs)
+
+    @property
+    def run_dirs(self) -> list[Path]:
+        return [self.folder] if self.nodes == 1 else [self.folder / f"node_{i}" for i in range(self.nodes)]
+
+    def command(self, config: Path) -> list[str]:
+        args = (
+            ["train", str(config)] if self.nodes == 1 else ["swarm", "run", str(config), "--simulate", str(self.nodes)]
+        )
+        return [sys.executable, "-m", "coterie.cli", *args, "--run_dir", str(self.folder), "--seed", str(self.seed)]
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Raises UserError: missing file, broken TOML, unknown key, or a comparison of an arm that does not exist."""
+    if not path.is_file():
+        raise UserError(f"experiment {path}: no such file")
+    try:
+        spec = Experiment.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, ValidationError) as e:
+        raise UserError(f"experiment {path}: {e}") from e
+    for c in spec.compare:
+        for arm in (c.first, c.second):
+            if arm not in spec.arms:
+                raise UserError(f"experiment {path}: compare names the arm {arm!r}; there are {', '.join(spec.arms)}")
+    return spec
+
+
+def run_experiment(path: Path, out: Path, jobs: int, only: Sequence[str] = ()) -> Path:
+    """Run what is not done yet, ``jobs`` processes at a time, and write ``results.jsonl`` and ``table.md`` to ``out``.
+
+    Raises:
+        UserError: the file is wrong, or an unknown arm in ``only``.
+        CoterieError: a run failed (its output is in ``ARM-SEED.log`` in ``out``); finished runs are kept.
+    """
+    spec = load_experiment(path)
+    if unknown := [a for a in only if a not in spec.arms]:
+        raise UserError(f"experiment {path}: no arm {unknown[0]!r}; there are {', '.join(spec.arms)}")
+    out.mkdir(parents=True, exist_ok=True)
+    grid = [_job(spec, out, arm, seed) for seed in spec.seeds for arm in (only or spec.arms)]
+    _run_all([j for j in grid if not j.done], spec, out, jobs)
+    records = [_record(j, spec) for j in grid]
+    write_atomic(out / "results.jsonl", "".join(dumps(r) + "\n" for r in records))
+    write_atomic(out / "table.md", table(spec, records))
+    return out / "table.md"
+
+
+def _job(spec: Experiment, out: Path, arm: str, seed: int) -> Job:
+    return Job(arm, seed, int(spec.arms[arm].get("nodes", spec.nodes)), out / "runs" / arm / f"seed_{seed}")
+
+
+def _run_all(todo: list[Job], spec: Experiment, out: Path, jobs: int) -> None:
+    running: dict[Job, subprocess.Popen[bytes]] = {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for i, job in enumerate(todo):
+        while len(running) >= jobs:
+            _reap(running)
+        config = out / "configs" / f"{job.arm}.toml"
+        config.parent.mkdir(exist_ok=True)
+        changes = {k: v for k, v in spec.arms[job.arm].items() if k != "nodes"}
+        config.write_text(tomli_w.dumps(_merged(spec.config, changes)), encoding="utf-8")
+        job.folder.mkdir(parents=True, exist_ok=True)
+        log = open(out / f"{job.arm}-{job.seed}.log", "ab")  # noqa: SIM115  (the child owns it)
+        running[job] = subprocess.Popen(job.command(config), stdout=log, stderr=log, env=environment)
+        log.close()
+        print(f"[{i + 1}/{len(todo)}] {job.arm} seed {job.seed}", flush=True)
+    while running:
+        _reap(running)
+
+
+def _reap(running: dict[Job, subprocess.Popen[bytes]]) -> None:
+    for job, process in list(running.items()):
+        if process.poll() is None:
+            continue
+        del running[job]
+        if process.returncode != 0:
+            for other in running.values():
+                other.terminate()
+            raise CoterieError(
+                f"experiment: {job.arm} seed {job.seed} failed; see {job.folder.parents[2]}/{job.arm}-{job.seed}.log"
+            )
+        return
+    time.sleep(0.2)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes``: sections are merged, except `tasks`, which an arm replaces as a whole."""
+    out = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict) and key != "tasks"
+        out[key] = _merged(out[key], value) if both else value
+    return out
+
+
+def _record(job: Job, spec: Experiment) -> dict[str, Any]:
+    """One line of results.jsonl: first and last evaluation (means over nodes), and what the run cost."""
+    logs = [list(read_jsonl(d / "metrics.jsonl")) for d in job.run_dirs]
+    ends = [[r for r in log if "eval/accuracy" in r] for log in logs]
+    keys = sorted(
+        {k for log in ends for r in (log[0], log[-1]) for k in r if k.startswith("eval/") or k == spec.metric}
+    )
+    steps = [r for log in logs for r in log if r["step"] > 0]
+    own = [np.mean([r["own/reward"] for r in log[-max(1, len(log) // 10) :] if "own/reward" in r]) for log in logs]
+    return {
+        "arm": job.arm,
+        "seed": job.seed,
+        "nodes": job.nodes,
+        "steps": max(r["step"] for log in logs for r in log),
+        "start": {k: float(np.mean([log[0][k] for log in ends if k in log[0]])) for k in keys},
+        "end": {k: float(np.mean([log[-1][k] for log in ends if k in log[-1]])) for k in keys},
+        "end_per_node": [log[-1].get(spec.metric) for log in ends],
+        "own_reward_last_tenth": float(np.mean([x for x in own if np.isfinite(x)] or [0.0])),
+        "generated_tokens": sum(r.get("tokens/generated", 0.0) for r in steps) / job.nodes,
+        "trained_tokens": sum(r.get("loss/trained_tokens", 0.0) for r in steps) / job.nodes,
+        "step_seconds": sum(r["time/step_s"] for r in steps) / job.nodes,
+    }
+
+
+def table(spec: Experiment, records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: arms with means and 95% intervals over seeds, then paired comparisons with Holm's correction."""
+    arms = list(dict.fromkeys(r["arm"] for r in records))
+    of = {a: {r["seed"]: r for r in records if r["arm"] == a} for a in arms}
+    titles = ("arm", "start", f"{spec.metric} at the end", "95% interval", "gain", "own reward, last tenth")
+    lines = [spec.question, "", *_header(*titles, "generated tokens", "seeds")]
+    for a in arms:
+        rows = list(of[a].values())
+        end = [r["end"][spec.metric] for r in rows]
+        start = float(np.mean([r["start"][spec.metric] for r in rows]))
+        low, high = mean_interval(end)
+        interval = f"{low:.3f} to {high:.3f}" if np.isfinite(low) else "one seed"
+        own = float(np.mean([r["own_reward_last_tenth"] for r in rows]))
+        tokens = float(np.mean([r["generated_tokens"] for r in rows]))
+        lines.append(
+            f"| {a} | {start:.3f} | {np.mean(end):.3f} | {interval} | {np.mean(end) - start:+.3f} | {own:.3f} "
+            f"| {tokens:,.0f} | {len(rows)} |"
+        )
+    return "\n".join([*lines, "", *_comparisons(spec, of)]) + "\n"
+
+
+def _comparisons(spec: Experiment, of: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    pairs = []
+    for c in spec.compare:
+        seeds = sorted(of.get(c.first, {}).keys() & of.get(c.second, {}).keys())
+        if len(seeds) >= 2:
+            values = [[of[a][s]["end"][spec.metric] for s in seeds] for a in (c.first, c.second)]
+            pairs.append((c, compare_paired(values[0], values[1])))
+    if not pairs:
+        return []
+    adjusted = holm([done.p_t for _, done in pairs])
+    lines = _header("comparison (paired over seeds)", "difference", "95% interval", "effect size", "p", "p (Holm)")
+    for (c, done), p in zip(pairs, adjusted, strict=True):
+        lines.append(
+            f"| {c.first} - {c.second} | {done.difference:+.3f} | {done.low:+.3f} to {done.high:+.3f} "
+            f"| {done.effect:.2f} | {done.p_t:.3f} | {p:.3f} |"
+        )
+    return lines
+
+
+def _header(*titles: str) -> list[str]:
+    return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {"results": [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]}
