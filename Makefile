@@ -32,5 +32,13 @@ test-slow: setup
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+# TRL, for `coterie bench round`, in an environment of its own.
+bench-env: .venv-bench/.setup-done
+
+.venv-bench/.setup-done: constraints-bench.txt
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-bench.txt torch transformers trl
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-bench

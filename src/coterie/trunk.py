@@ -2,7 +2,7 @@
 
 Linear layers see each token once. Attention sees two rectangles: prompts (causal), and responses, whose keys are their
 prompt's keys followed by their own. Query heads that share a key head are folded into the query axis, so keys are never
-repeated. Projections are called as modules, so adapters work.
+repeated. Projections go through :func:`coterie.cpu_linear.linear`, adapters included.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
+from coterie.cpu_linear import linear
 from coterie.packing import Grid, Packed
 
 FAMILY = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
@@ -36,11 +37,11 @@ def packed_hidden(model: Any, packed: Packed, checkpoint: bool = False) -> Tenso
 def _layer(layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: tuple[Tensor, Tensor]) -> Tensor:
     attn, mlp = layer.self_attn, layer.mlp
     h = _norm(layer.input_layernorm, x)  # [N, D]
-    q, k, v = attn.q_proj(h), attn.k_proj(h), attn.v_proj(h)  # [N, Hq d], [N, Hk d], [N, Hk d]
-    x = x + attn.o_proj(_attention(attn, q, k, v, rope, packed, masks))
+    q, k, v = (linear(p, h) for p in (attn.q_proj, attn.k_proj, attn.v_proj))  # [N, Hq d], [N, Hk d], [N, Hk d]
+    x = x + linear(attn.o_proj, _attention(attn, q, k, v, rope, packed, masks))
     h = _norm(layer.post_attention_layernorm, x)
-    out: Tensor = x + mlp.down_proj(_SwiGLU.apply(mlp.gate_proj(h), mlp.up_proj(h)))  # type: ignore[no-untyped-call]
-    return out
+    inner = _SwiGLU.apply(linear(mlp.gate_proj, h), linear(mlp.up_proj, h))  # type: ignore[no-untyped-call]
+    return x + linear(mlp.down_proj, inner)
 
 
 def _attention(

@@ -10,11 +10,13 @@ import torch
 from coterie import lmhead
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 5, 100])
+@pytest.mark.parametrize("block", [1, 4, 17, 100])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("bias", [False, True])
-def test_chunks_equal_full_logits(chunk: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_equal_full_logits(chunk: int, bias: bool, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     N, D, V = 10, 6, 17
-    monkeypatch.setattr(lmhead, "CHUNK_ELEMENTS", chunk * V)
+    monkeypatch.setattr(lmhead, "CHUNK_ELEMENTS", chunk * min(block, V))
+    monkeypatch.setattr(lmhead, "CPU_BLOCK", block)
     make = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, D, generator=make, requires_grad=True)
     weight = torch.randn(V, D, generator=make, requires_grad=True)
@@ -54,14 +56,16 @@ def test_two_tokens_by_hand() -> None:
 
 def test_logits_never_exceed_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    true = torch.log_softmax
+    true = lmhead._logits
 
-    def spy(x: torch.Tensor, dim: int) -> torch.Tensor:
-        seen.append(x.numel())
-        return true(x, dim=dim)
+    def spy(*args: torch.Tensor) -> torch.Tensor:
+        logits = true(*args)
+        seen.append(logits.numel())
+        return logits
 
-    monkeypatch.setattr(lmhead.torch, "log_softmax", spy)
+    monkeypatch.setattr(lmhead, "_logits", spy)
     monkeypatch.setattr(lmhead, "CHUNK_ELEMENTS", 64)
+    monkeypatch.setattr(lmhead, "CPU_BLOCK", 8)
     hidden = torch.randn(50, 4, requires_grad=True)
     out = lmhead.token_logprobs(hidden, torch.randn(16, 4), None, torch.zeros(50, dtype=torch.long), torch.ones(50))
     out[0].sum().backward()
