@@ -53,7 +53,12 @@ class SupervisedTrainer(Trainer):
         done = self.policy.step(self._lr())
         self.step += 1
         seconds = time.perf_counter() - start
-        metrics = {"sft/loss": total, "sft/tokens": float(batch.trained), "time/step_s": seconds, "time/update_s": seconds}
+        metrics = {
+            "sft/loss": total,
+            "sft/tokens": float(batch.trained),
+            "time/step_s": seconds,
+            "time/update_s": seconds,
+        }
         return metrics | step_metrics(done, self._lr()), groups
 
     def _example(self, problem: Problem, text: str, i: int) -> Group:

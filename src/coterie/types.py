@@ -158,4 +158,3 @@ class Sample:
     logprobs: NDArray[np.float32]  # [t] of the distribution sampled from
     stop_reason: StopReason
     stop_string: str | None = None
-
