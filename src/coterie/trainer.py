@@ -113,10 +113,12 @@ class Trainer:
         return found | self.guard.update(groups)
 
     def _select_own(self, groups: list[Group]) -> list[Group]:
-        """Leave out groups that lost too much to helper failures and, where asked, apply the peers' filter to own groups,
-        so that filter and sharing can be told apart."""
+        """Own groups for the update, ``rollout.problems`` at most: without those that lost too much to helper failures and,
+        where asked, with the peers' filter applied, so that filter and sharing can be told apart."""
         kept = [g for g in groups if not too_many_failed(g.trajectories, self.cfg.helpers.max_failed)]
-        return kept if self.cfg.swarm.own_selection == "all" else [g for g in kept if g.informative]
+        if self.cfg.swarm.own_selection == "informative":
+            kept = [g for g in kept if g.informative]
+        return kept[: self.cfg.rollout.problems]
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
         """The step's batch. Rows without signal are left out where every term of the loss is a multiple of the advantage.
