@@ -21,7 +21,8 @@ FORMULAS: dict[str, str] = {
     "sum": "merged = base + lambda * sum_i w_i d_i, d_i = expert_i - base (task arithmetic, arXiv 2212.04089)",
     "mean": "merged = base + lambda * sum_i w_i d_i / sum_i w_i, d_i = expert_i - base (arXiv 2203.05482)",
     "ties": "trim each d_i to the {density:.4g} share of its values with the largest magnitudes ({scope}; equal magnitudes "
-    "at the cut are all kept); per value elect the sign of sum_i w_i d_i (an exact tie elects plus); merged = base + lambda * weighted mean of the "
+    "at the cut are all kept); per value elect the sign of sum_i w_i d_i (an exact tie elects plus); "
+    "merged = base + lambda * weighted mean of the "
     "non-zero trimmed d_i of that sign (arXiv 2306.01708)",
     "dare": "keep each value of d_i with probability {density:g} and divide it by {density:g} (seed {seed}); "
     "merged = base + lambda * sum_i w_i d_i (arXiv 2311.03099)",
