@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from coterie.errors import CoterieError, UserError
 from coterie.helpers import cli as helpers_cli
 from coterie.merging import cli as merging_cli
+from coterie.parallel import cli as parallel_cli
 from coterie.swarm import cli as swarm_cli
 
 app = typer.Typer(
@@ -36,7 +38,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except CoterieError as e:
-        Console(stderr=True).print(f"[bold red]error:[/] {e}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print("[bold red]error:[/]", escape(str(e)), highlight=False, soft_wrap=True)
         sys.exit(e.exit_code)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; the same command goes on from the last checkpoint", highlight=False)
@@ -251,7 +253,7 @@ def experiment(
         typer.echo(f"\n{table.read_text()}\n{table}")
 
 
-for part in (swarm_cli, helpers_cli, merging_cli):
+for part in (swarm_cli, helpers_cli, merging_cli, parallel_cli):
     part.register(app)
 
 

@@ -50,7 +50,7 @@ class RunConsole:
             self._console.print(self.table())
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False)
 
     def row(self, step: int, metrics: dict[str, float]) -> None:
         """Show one step's metrics (rows with a held-out evaluation always, others every ``every`` steps)."""

@@ -46,7 +46,7 @@ class Tracker:
 
 
 def transcript(group: Group, encoder: PromptEncoder) -> dict[str, Any]:
-    """One trajectory of ``group`` for people: the one longest in doubt (first right one, else the first)."""
+    """One trajectory of ``group`` for people: the one with the most questions to helpers, of these a right one."""
     best = max(group.trajectories, key=lambda t: (len(t.consults), t.reward or 0.0))
     return {
         "group": group.id,
