@@ -1,0 +1,127 @@
+"""What a user does wrong, through the real command: one line that says what to do, exit code 1 or 2, nothing lost."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coterie.cli import main
+from coterie.rundir import read_jsonl
+
+BASE = """
+steps = 2
+threads = 1
+[tasks.count_bits]
+params = { min_n = 1, max_n = 1023 }
+[rollout]
+problems = 2
+[eval]
+problems = 2
+samples = 1
+"""
+
+
+def run(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["coterie", *args])
+    with pytest.raises(SystemExit) as e:
+        main()
+    return int(e.value.code or 0), capsys.readouterr().err
+
+
+CASES = {
+    "unknown key": (["--optim.learning_rate", "1"], 2, "unknown key 'learning_rate' in [optim]"),
+    "unknown task": (
+        ["--tasks.chain_summ.weight", "1"],
+        2,
+        "unknown reasoning-gym task 'chain_summ'; did you mean 'chain_sum'",
+    ),
+    "unknown parameter": (["--tasks.gcd.params", "{max_vale=3}"], 2, "did you mean 'max_value'"),
+    "bad parameter": (["--tasks.gcd.params", "{min_value=9,max_value=3}"], 2, "gcd"),
+    "missing folder": (["--model.name", "./no/such/model"], 2, "no such folder"),
+    "not a model": (["--model.name", "."], 2, "no config.json"),
+    "group of one ob04": (["--rollout.group_size", "1"], 2, "gives no baseline"),
+    "no such device": (["--model.device", "cuda:7"], 2, "cuda:7"),
+    "lora target": (["--model.lora_rank", "4", "--model.lora_targets", "no_such_layer"], 2, "no_such_layer"),
+    "dataset missing": (["--tasks.mine.kind", "jsonl", "--tasks.mine.path", "nowhere.jsonl"], 2, "nowhere.jsonl"),
+    "tracking extra": (["--tracking.wandb", "true"], 2, "pip install 'coterie[wandb]'"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line_and_exit_code(name, tmp_path, capsys, monkeypatch):
+    flags, code, words = CASES[name]
+    config = tmp_path / "c.toml"
+    config.write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    got, err = run(["train", "c.toml", "--run_dir", "run", *flags], capsys, monkeypatch)
+    assert got == code
+    assert words in err and "Traceback" not in err and err.strip().count("\n") == 0, err
+
+
+def test_missing_hub_model_offline(tmp_path, capsys, monkeypatch):
+    (tmp_path / "c.toml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    code, err = run(["train", "c.toml", "--model.name", "someone/no-such-model"], capsys, monkeypatch)
+    assert code == 2 and "someone/no-such-model" in err and "Traceback" not in err
+
+
+def test_broken_dataset_line_names_file_and_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "c.toml").write_text(BASE)
+    lines = ['{"prompt": "1+1=", "answer": "2"}', '{"prompt": "2+2=", "answer": ']
+    (tmp_path / "d.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(tmp_path)
+    code, err = run(["train", "c.toml", "--tasks.mine={kind='jsonl',path='d.jsonl'}"], capsys, monkeypatch)
+    assert code == 2 and "d.jsonl" in err and "2" in err and "Traceback" not in err
+
+
+def test_ro05_too_long_prompts_are_dropped_and_counted_never_cut(tmp_path):
+    (tmp_path / "c.toml").write_text(BASE)
+    command = [
+        sys.executable,
+        "-m",
+        "coterie.cli",
+        "train",
+        "c.toml",
+        "--run_dir",
+        "run",
+        "--rollout.max_prompt_tokens",
+        "2",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    steps = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["step"]]
+    assert all(r["own/prompts_too_long"] == 2 and r["policy/nothing_to_train"] == 1 for r in steps)
+
+
+def test_no_disk_is_one_line_and_earlier_work_is_kept(tmp_path):
+    """A file-size limit stands in for a full disk: the first write beyond it fails in the same place."""
+    (tmp_path / "c.toml").write_text(BASE)
+    command = [sys.executable, "-m", "coterie.cli", "train", "c.toml", "--run_dir", "run"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120).returncode == 0
+
+    def limit() -> None:
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    more = [*command, "--steps", "4"]
+    done = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=120, preexec_fn=limit, env=env)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "cannot write checkpoint" in done.stderr and "Traceback" not in done.stderr
+    assert subprocess.run(more, cwd=tmp_path, capture_output=True, timeout=120).returncode == 0
+    assert [r["step"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_directory_of_something_else_is_left_alone(tmp_path, capsys, monkeypatch):
+    (tmp_path / "c.toml").write_text(BASE)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    monkeypatch.chdir(tmp_path)
+    code, err = run(["train", "c.toml", "--run_dir", "run"], capsys, monkeypatch)
+    assert code == 2 and "not a coterie run" in err
+    assert [p.name for p in Path("run").iterdir() if p.name != ".lock"] == ["thesis.tex"]
