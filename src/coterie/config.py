@@ -7,6 +7,7 @@ the run directory. No torch is imported here.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -313,6 +314,8 @@ class SwarmConfig(Section):
     """Longer messages are dropped unread."""
     max_trajectories: int = Field(64, ge=1)
     """Groups with more answers are refused."""
+    max_tokens: int = Field(0, ge=0)
+    """Peers' groups with a longer answer are refused. 0: as long as own ones (`rollout.max_new_tokens`)."""
     identity: str = ""
     """Private key file of this node; created on first use. Empty: identity.pem in the run directory."""
     allow: tuple[str, ...] = ()
@@ -337,6 +340,50 @@ class SwarmConfig(Section):
     """User name for the relay."""
     password_file: str = ""
     """File with the password for the relay."""
+
+
+class ParallelConfig(Section):
+    """Experts trained apart from one base and merged (`coterie parallel`)."""
+
+    experts: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Name of an expert -> the tasks (keys of `[tasks]`) it is trained on, for `steps` steps."""
+    method: Literal["sum", "mean", "ties", "dare", "dare_ties", "svd"] = "sum"
+    """How the experts are merged (see `coterie merge`)."""
+    lam: float = 1.0
+    """Scale of the merged update: merged = base + lam * (what the method makes of the deltas)."""
+    density: float = Field(0.0, ge=0, le=1)
+    """`ties`, `dare`, `dare_ties`: share of values kept. 0: the method's default."""
+    rank: int = Field(1, ge=1)
+    """`svd`: rank of every delta."""
+    sweep: tuple[float, ...] = ()
+    """Further values of `lam` that are merged and evaluated, and nothing more."""
+    shrink: bool = True
+    """Also evaluate base + lam * delta of each expert alone: what shrinking costs, without any other expert."""
+    adapt_steps: int = Field(0, ge=0)
+    """Steps of training on all tasks after the merge. 0: as many as `adapt_share` says."""
+    adapt_share: float = Field(0.0, ge=0, le=1)
+    """The same as a share of all experts' steps together (the paper: 0.05). Both 0: no adaptation."""
+    baselines: tuple[Literal["mixed", "multi_stage"], ...] = ()
+    """`mixed`: one run on all tasks; `multi_stage`: one task set after the other. Each has as many steps as all experts
+    together."""
+    jobs: int = Field(0, ge=0)
+    """Training processes at a time. 0: one per core, at most one per expert."""
+    retries: int = Field(1, ge=0)
+    """How often a training process that dies is started again, from its last checkpoint."""
+    backend: Literal["local", "ray"] = "local"
+    """`local`: processes on this machine; `ray`: tasks on a Ray cluster with a shared file system (extra `ray`)."""
+    log_updates: int = Field(0, ge=0)
+    """Keep a sketch of every update as applied, of this many values (a power of two; 65536 is 256 KiB a step), for the
+    cross-time report. 0: off."""
+
+    @model_validator(mode="after")
+    def _usable(self) -> ParallelConfig:
+        if self.log_updates & (self.log_updates - 1):
+            raise ValueError(f"log_updates must be 0 or a power of two, not {self.log_updates}")
+        for name, tasks in self.experts.items():
+            if not re.fullmatch(r"[\w-]+", name) or not tasks:
+                raise ValueError(f"experts: {name!r} needs a name of letters, digits, - and _, and at least one task")
+        return self
 
 
 class TrackingConfig(Section):
@@ -375,12 +422,20 @@ class Config(Section):
     helpers: HelpersConfig = HelpersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     swarm: SwarmConfig = SwarmConfig()
+    parallel: ParallelConfig = ParallelConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _conflicts(self) -> Config:
         if self.tasks and not any(t.weight > 0 for t in self.tasks.values()):
             raise ValueError("tasks: every weight is 0; give at least one task a positive weight")
+        for name, tasks in self.parallel.experts.items():
+            if unknown := [t for t in tasks if t not in self.tasks]:
+                raise ValueError(f"parallel.experts.{name}: no section [tasks.{unknown[0]}]")
+        if self.parallel.log_updates and self.model.lora_rank:
+            raise ValueError(
+                "parallel.log_updates: updates of LoRA factors do not add up to the delta; train all weights"
+            )
         return self
 
     def to_toml(self) -> str:

@@ -17,6 +17,7 @@ from coterie.console import RunConsole
 from coterie.engines.torch import TorchEngine
 from coterie.errors import UserError
 from coterie.helpers.roles import build_helpers
+from coterie.merging.crosstime import UpdateLog
 from coterie.policy import Policy
 from coterie.rng import derive
 from coterie.rundir import RunDir
@@ -105,6 +106,10 @@ class Run:
             self._tracker = stack.enter_context(Tracker(cfg, self.dir))
             self._console = stack.enter_context(RunConsole(cfg.steps, quiet=quiet, every=max(1, cfg.steps // 20)))
             resume(self.trainer, self.dir, self._console)
+            self._updates: UpdateLog | None = None
+            if width := cfg.parallel.log_updates:
+                self._updates = UpdateLog(self.dir.path, width, self.trainer.policy)
+                self._updates.rewind(self.trainer.step)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Run:
@@ -125,7 +130,11 @@ class Run:
     def advance(self) -> None:
         """One training step: log it, evaluate and save when due."""
         trainer, cfg = self.trainer, self.cfg
+        if self._updates:
+            self._updates.watch()
         metrics, groups = trainer.train_step()
+        if self._updates:
+            metrics |= self._updates.append()
         while trainer.node.events:
             self._console.note(trainer.node.events.pop(0))
         metrics |= _held_out(trainer, groups)

@@ -1,0 +1,184 @@
+"""Training runs as processes: some at a time on this machine, or as tasks of a Ray cluster.
+
+A run that dies is started again from its last checkpoint; the others are not touched. What is finished is not started.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from coterie.config import Config
+from coterie.errors import CoterieError, UserError
+from coterie.parallel.plan import Job, finished
+from coterie.rundir import write_atomic
+
+Note = Callable[[str], None]
+
+
+class Failed(CoterieError):
+    """A run that died more often than it may."""
+
+
+class Processes:
+    """The processes started so far, so that all of them can be ended at once."""
+
+    def __init__(self) -> None:
+        self._lock, self._live, self._closed = threading.Lock(), set[subprocess.Popen[bytes]](), False
+
+    def run(self, command: Sequence[str], log: Path, threads: int) -> int:
+        """Start, wait, return the exit code. What the process prints is appended to ``log``."""
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        with open(log, "ab") as out:
+            with self._lock:
+                if self._closed:
+                    return -signal.SIGTERM
+                process = subprocess.Popen(
+                    command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env
+                )
+                self._live.add(process)
+            code = process.wait()
+        with self._lock:
+            self._live.discard(process)
+        return code
+
+    def close(self) -> None:
+        """End what still runs; nothing can be started after."""
+        with self._lock:
+            self._closed = True
+            for process in self._live:
+                process.terminate()
+
+
+def carry_out(job: Job, folder: Path, retries: int, note: Note, processes: Processes) -> float:
+    """Do a job's runs in order; returns the seconds it took.
+
+    Raises:
+        Failed: names run, exit code, last words and log.
+    """
+    began = time.perf_counter()
+    for i, cfg in enumerate(job.runs):
+        if finished(cfg):
+            continue
+        name = job.name if len(job.runs) == 1 else f"{job.name}, stage {i + 1} of {len(job.runs)}"
+        stem = folder / f"{job.name}_{i}"
+        write_atomic(stem.with_suffix(".toml"), cfg.to_toml())
+        command = [sys.executable, "-m", "coterie.cli", "train"]
+        command += [str(stem.with_suffix(".toml")), "--json"]
+        resumed = (Path(cfg.run_dir) / "config.toml").exists()
+        note(f"{name}: {'resumed' if resumed else 'started'} ({cfg.steps} steps)")
+        for attempt in range(retries + 1):
+            code = processes.run(command, stem.with_suffix(".log"), cfg.threads)
+            if code == 0:
+                break
+            words = f"exit code {code}: {_last_words(stem.with_suffix('.log'))} (see {stem.with_suffix('.log')})"
+            if code == 2 or attempt == retries:  # 2: the config or the folder, which another try does not change
+                raise Failed(f"{name} failed, {words}")
+            note(f"{name}: {words}; started again from its last checkpoint")
+    seconds = time.perf_counter() - began
+    note(f"{job.name}: finished after {seconds:.0f} s")
+    return seconds
+
+
+def run_jobs(jobs: Sequence[Job], root: Path, cfg: Config, workers: int, note: Note) -> None:
+    """Carry out all jobs that are not finished, ``workers`` at a time.
+
+    Raises:
+        CoterieError: names those that failed; the others have been carried to their end. The same command goes on.
+    """
+    todo = [j for j in jobs if not all(finished(r) for r in j.runs)]
+    for j in jobs:
+        if j not in todo:
+            note(f"{j.name}: finished before")
+    if not todo:
+        return
+    folder = root / "jobs"
+    folder.mkdir(parents=True, exist_ok=True)
+    if cfg.parallel.backend == "ray":
+        errors = _on_ray(todo, folder, cfg, note)
+    else:
+        errors = _here(todo, folder, cfg.parallel.retries, workers, note)
+    if errors:
+        raise CoterieError("\n".join([*errors, "the same command goes on with what is missing"]))
+
+
+def _here(todo: Sequence[Job], folder: Path, retries: int, workers: int, note: Note) -> list[str]:
+    processes, errors = Processes(), []
+    with ThreadPoolExecutor(workers, "coterie-expert") as pool, _ended_by_signals(processes):
+        try:
+            for done in as_completed([pool.submit(carry_out, j, folder, retries, note, processes) for j in todo]):
+                try:
+                    done.result()
+                except Failed as e:
+                    errors.append(str(e))
+        finally:
+            processes.close()
+    return errors
+
+
+@contextmanager
+def _ended_by_signals(processes: Processes) -> Iterator[None]:
+    """SIGTERM ends the children too (an interrupt from the keyboard reaches them by itself)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        processes.close()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _on_ray(todo: Sequence[Job], folder: Path, cfg: Config, note: Note) -> list[str]:
+    """One Ray task per job. Run directories must lie on a file system that all machines of the cluster share."""
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as e:
+        raise UserError("parallel.backend = ray needs the extra: pip install 'coterie[ray]'") from e
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False)  # RAY_ADDRESS names a cluster; else one on this machine
+    gpus = 1 if cfg.model.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= 1 else 0
+    task = ray.remote(num_cpus=todo[0].runs[0].threads, num_gpus=gpus, max_retries=cfg.parallel.retries)(remote_job)
+    waiting = {task.remote(j, str(folder), cfg.parallel.retries): j for j in todo}
+    errors = []
+    while waiting:
+        ready, _ = ray.wait(list(waiting), num_returns=1)
+        job = waiting.pop(ready[0])
+        try:
+            lines, error = ray.get(ready[0])
+        except ray.exceptions.RayError as e:
+            lines, error = [], f"{job.name}: the cluster lost it ({type(e).__name__})"
+        for line in lines:
+            note(line)
+        errors += [error] if error else []
+    return errors
+
+
+def remote_job(job: Job, folder: str, retries: int) -> tuple[list[str], str]:
+    """What a Ray worker does: the same as here. Returns its notes, and what failed (empty: nothing)."""
+    lines: list[str] = []
+    try:
+        carry_out(job, Path(folder), retries, lines.append, Processes())
+    except Failed as e:
+        return lines, str(e)
+    return lines, ""
+
+
+def _last_words(log: Path) -> str:
+    lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
+    return lines[-1].strip() if lines else "nothing printed"

@@ -1,0 +1,76 @@
+"""What merging kept: scores, gains and their intervals from paired evaluations (pure functions of counts).
+
+All models answer the same held-out problems with the same random streams, so differences are taken problem by problem;
+problems are the independent units, resampled within their task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 2000
+Rates = Mapping[str, Sequence[float]]  # task -> share of right answers per held-out problem
+
+
+def rates(evaluation: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Per task and problem, from the JSON of an evaluation; a problem without a scored answer counts as wrong."""
+    return {
+        name: [c / n if n else 0.0 for c, n in zip(t["correct"], t["scored"], strict=True)]
+        for name, t in evaluation["tasks"].items()
+    }
+
+
+def score(model: Rates, tasks: Sequence[str]) -> float:
+    """Mean over tasks of sampled pass@1."""
+    return float(np.mean([np.mean(model[t]) for t in tasks]))
+
+
+def resampled(models: Sequence[Rates], tasks: Sequence[str], seed: int = 0) -> NDArray[np.float64]:
+    """[models, RESAMPLES] scores under resampling of problems within each task; the same draws for all models."""
+    rng = np.random.default_rng(seed)
+    out = np.zeros((len(models), RESAMPLES))
+    for t in tasks:
+        n = len(models[0][t])
+        draws = rng.integers(n, size=(RESAMPLES, n))
+        for i, m in enumerate(models):
+            out[i] += np.asarray(m[t])[draws].mean(1) / len(tasks)
+    return out
+
+
+def retention(base: Rates, expert: Rates, model: Rates, tasks: Sequence[str]) -> dict[str, Any]:
+    """What ``model`` keeps of ``expert`` on the expert's tasks.
+
+    ``score_retention = model / expert`` flatters where the base is good already; ``gain_retention = (model - base) /
+    (expert - base)`` does not, and is None (undefined) where the interval of the expert's gain reaches 0. Intervals: 95%.
+    """
+    b, e, m = score(base, tasks), score(expert, tasks), score(model, tasks)
+    draws = resampled([base, expert, model], tasks)  # [3, R]
+    gain, kept = draws[1] - draws[0], draws[2] - draws[0]  # [R]
+    gain_interval = _interval(gain)
+    defined = gain_interval[0] > 0
+    return {
+        "base": b,
+        "expert": e,
+        "score": m,
+        "expert_gain": e - b,
+        "expert_gain_interval": gain_interval,
+        "difference_to_expert_interval": _interval(draws[2] - draws[1]),
+        "score_retention": m / e if e else None,
+        "gain_retention": (m - b) / (e - b) if defined else None,
+        "gain_retention_interval": _interval(kept[gain > 0] / gain[gain > 0]) if defined else None,
+    }
+
+
+def difference(first: Rates, second: Rates, tasks: Sequence[str]) -> dict[str, Any]:
+    """``first - second`` with its interval."""
+    draws = resampled([first, second], tasks)  # [2, R]
+    return {"difference": score(first, tasks) - score(second, tasks), "interval": _interval(draws[0] - draws[1])}
+
+
+def _interval(values: NDArray[np.float64]) -> list[float]:
+    low, high = np.quantile(values, [0.025, 0.975])
+    return [float(low), float(high)]

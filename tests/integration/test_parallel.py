@@ -1,0 +1,136 @@
+"""`coterie parallel` as typed: two experts, one killed in the middle; the same command resumes it and redoes nothing else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coterie.config import load_config
+from coterie.errors import UserError
+from coterie.parallel.jobs import Failed, Processes, carry_out
+from coterie.parallel.plan import Job, expert_jobs
+from coterie.parallel.run import parallel
+
+CONFIG = """
+steps = 6
+threads = 1
+[model]
+name = "tiny"
+[parallel]
+lam = 0.6
+adapt_steps = 1
+jobs = 2
+retries = 0
+log_updates = 1024
+[parallel.experts]
+bits = ["count_bits"]
+divisors = ["gcd"]
+[tasks.count_bits]
+params = { min_n = 1, max_n = 1023 }
+[tasks.gcd]
+params = { min_numbers = 2, max_numbers = 2, min_value = 2, max_value = 99 }
+[rollout]
+problems = 4
+group_size = 4
+max_new_tokens = 32
+[eval]
+every = 0
+problems = 4
+samples = 2
+[checkpoint]
+every = 1
+"""
+
+
+def start(folder: Path) -> "subprocess.Popen[str]":
+    (folder / "c.toml").write_text(CONFIG)
+    command = [
+        sys.executable,
+        "-m",
+        "coterie.cli",
+        "parallel",
+        str(folder / "c.toml"),
+        "--run_dir",
+        str(folder / "run"),
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def kill_expert(parent: int, name: str, run: Path) -> None:
+    """SIGKILL the training process of one expert once it has saved a checkpoint."""
+    deadline = time.monotonic() + 120
+    while not list(run.glob("checkpoints/step_*")):
+        assert time.monotonic() < deadline, "the expert never saved a checkpoint"
+        time.sleep(0.005)
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if f"{name}_0.toml" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(int(pid), signal.SIGKILL)
+                return
+    raise AssertionError("no such child")
+
+
+def test_a_killed_expert_resumes_alone_and_everything_is_reported(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = start(tmp_path)
+    kill_expert(first.pid, "divisors", run / "experts" / "divisors")
+    out, _ = first.communicate(timeout=240)
+    assert first.returncode == 1, out
+    assert "divisors failed, exit code -9" in out and "the same command goes on" in out and "Traceback" not in out
+    assert (run / "experts" / "bits" / "DONE").exists() and not (run / "experts" / "divisors" / "DONE").exists()
+    before = (run / "experts" / "bits" / "model" / "model.safetensors").stat().st_mtime_ns
+
+    second = start(tmp_path)
+    out, _ = second.communicate(timeout=240)
+    assert second.returncode == 0, out
+    assert "bits: finished before" in out and "divisors: resumed" in out
+    assert (run / "experts" / "bits" / "model" / "model.safetensors").stat().st_mtime_ns == before
+    lines = (run / "experts" / "divisors" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(x)["step"] for x in lines] == list(range(7))
+    assert (run / "experts" / "divisors" / "updates.f32").stat().st_size == 6 * 1024 * 4
+
+    result = json.loads((run / "parallel.json").read_text())
+    assert set(result["models"]) == {
+        "base", "expert/bits", "expert/divisors", "merged", "shrink/bits", "shrink/divisors", "adapted"
+    }  # fmt: skip
+    assert result["domains"]["bits"]["kept"].keys() == {"merged", "shrink/bits", "adapted"}
+    whole, steps = result["weights"]["pairs"][0]["cosine"], result["cross_time"]["pairs"][0]["cosine"]
+    assert abs(whole - steps) < 4 / 1024**0.5  # the logged updates add up to the deltas, to the sketch's accuracy
+    receipt = json.loads((run / "merged" / "sum_0.6" / "merge_receipt.json").read_text())
+    assert receipt["recipe"]["lambda"] == 0.6
+    assert "What is kept" in (run / "report.html").read_text()
+
+    other = load_config(tmp_path / "c.toml", ["--run_dir", str(run), "--optim.lr", "1e-5"])
+    with pytest.raises(UserError, match="differs in optim"):
+        parallel(other)
+
+
+def test_an_expert_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
+    cfg = load_config(
+        None, ["--run_dir", str(tmp_path), "--tasks.gcd", "{}", "--model.name", str(tmp_path / "nothing")]
+    )
+    job = Job("lost", (cfg.model_copy(update={"run_dir": str(tmp_path / "lost"), "threads": 1}),))
+    notes: list[str] = []
+    with pytest.raises(Failed, match=r"lost failed, exit code 2: .*no such folder"):
+        carry_out(job, tmp_path, 3, notes.append, Processes())
+    assert len(notes) == 1
+
+
+def test_a_job_that_may_be_retried_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.toml").write_text(CONFIG)
+    job = expert_jobs(load_config(tmp_path / "c.toml", ["--run_dir", str(tmp_path)]))[0]
+    codes = [-9, 0]
+
+    def died_once(self: Processes, command: list[str], log: Path, threads: int) -> int:
+        log.write_text("last words\n")
+        return codes.pop(0)
+
+    monkeypatch.setattr(Processes, "run", died_once)
+    notes: list[str] = []
+    carry_out(job, tmp_path, 1, notes.append, Processes())
+    assert "exit code -9: last words" in notes[1] and "from its last checkpoint" in notes[1]

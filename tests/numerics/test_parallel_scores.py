@@ -1,0 +1,48 @@
+"""Retention by hand, and that its intervals know what they do not know."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coterie.parallel.scores import difference, rates, retention, score
+
+TASKS = ["a", "b"]
+BASE = {"a": [0.0, 0.5, 0.0, 0.5], "b": [0.5, 0.5]}  # .25, .5 -> .375
+EXPERT = {"a": [1.0, 1.0, 0.5, 0.5], "b": [1.0, 1.0]}  # .75, 1 -> .875
+MERGED = {"a": [0.5, 0.5, 0.5, 0.5], "b": [1.0, 0.75]}  # .5, .875 -> .6875
+
+
+def test_rates_and_scores_by_hand() -> None:
+    assert rates({"tasks": {"a": {"correct": [1, 0, 0], "scored": [2, 4, 0]}}}) == {"a": [0.5, 0.0, 0.0]}
+    assert [score(m, TASKS) for m in (BASE, EXPERT, MERGED)] == [0.375, 0.875, 0.6875]
+
+
+def test_both_retentions_by_hand() -> None:
+    got = retention(BASE, EXPERT, MERGED, TASKS)
+    assert got["score_retention"] == pytest.approx(0.6875 / 0.875)
+    assert got["gain_retention"] == pytest.approx(0.3125 / 0.5)
+    low, high = got["gain_retention_interval"]
+    assert low < 0.625 < high
+    assert retention(BASE, EXPERT, EXPERT, TASKS)["gain_retention_interval"] == [1.0, 1.0]  # paired: no noise left
+
+
+def test_no_gain_to_keep_is_undefined_and_not_infinite() -> None:
+    got = retention(BASE, BASE, MERGED, TASKS)
+    assert got["gain_retention"] is None and got["gain_retention_interval"] is None
+
+
+def test_difference_is_paired() -> None:
+    got = difference(EXPERT, EXPERT, TASKS)
+    assert got == {"difference": 0.0, "interval": [0.0, 0.0]}
+
+
+def test_interval_of_a_difference_covers_the_truth_as_often_as_it_says() -> None:
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(200):
+        skill = rng.uniform(size=60)
+        first = {"a": rng.binomial(4, skill) / 4}
+        second = {"a": rng.binomial(4, skill) / 4}
+        low, high = difference(first, second, ["a"])["interval"]
+        hits += low <= 0 <= high
+    assert 0.90 <= hits / 200 <= 0.99
