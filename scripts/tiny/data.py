@@ -33,7 +33,7 @@ class Source:
         for _ in range(count * (3 if split == "train" else 40)):
             item = self.dataset[rng.randrange(2**31)]
             if split_of_text(item["question"]) == split:
-                found.setdefault(item["question"], item | {"male_names": self.params.get("male_names", ())})
+                found.setdefault(item["question"], item)
             if len(found) == count:
                 break
         return list(found.values())

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from coterie.models.worked import answer
 from tiny.data import Item
 from tiny.net import hidden_states
-from tiny.worked import answer
 
 CHUNK = 16  # steps whose rows are drawn at a time and sorted by length, so that little is padding
 

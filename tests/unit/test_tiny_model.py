@@ -18,7 +18,8 @@ from coterie.tasks.base import split_of_text
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from tiny.data import Source, all_sources
 from tiny.net import check_same, sample
-from tiny.worked import answer
+
+from coterie.models.worked import answer
 
 TASKS = sorted(tiny_tasks())
 

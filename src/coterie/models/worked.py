@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache, partial
 from random import Random
 from typing import Any
 
-from tiny.hand import Hand
+from coterie.errors import UserError
+from coterie.models import tiny_tasks
+from coterie.models.hand import Hand
+from coterie.tasks.base import parse_id
+from coterie.types import Problem
 
 Item = dict[str, Any]
 
@@ -103,7 +108,8 @@ def gcd(item: Item, hand: Hand) -> tuple[str, str]:
 def prime_factorization(item: Item, hand: Hand) -> tuple[str, str]:
     """84/2=42/2=21/3=7"""
     n = item["metadata"]["number"]
-    work, factors = str(n), []
+    work = str(n)
+    factors: list[int] = []
     while True:
         divisor = next((d for d in range(2, n) if d * d <= n and n % d == 0), None)  # None: n is prime, stop
         divisor = hand.choice(divisor, [d for d in (2, 3, 5, 7, None) if d is None or d < n])
@@ -137,8 +143,15 @@ RELATIONS = (
     "husband",
     "grandmother",
     "grandfather",
+    "mother-in-law",
+    "father-in-law",
 )
-RELATIONS += ("mother-in-law", "father-in-law")
+
+
+@cache
+def _men() -> frozenset[str]:
+    """The men's names of the task's own parameters: the problem itself does not always say who is one."""
+    return frozenset(tiny_tasks("logic")["family_relationships"].params["male_names"])
 
 
 def family_relationships(item: Item, hand: Hand) -> tuple[str, str]:
@@ -152,7 +165,7 @@ def family_relationships(item: Item, hand: Hand) -> tuple[str, str]:
     def code(name: str) -> tuple[str, int]:
         spouse = married.get(name)
         generation = 3 if spouse is None else 2 if name in children or spouse in children else 1
-        return ("m" if name in item["male_names"] else "f"), generation
+        return ("m" if name in _men() else "f"), generation
 
     codes = [(sex, generation) for sex in "mf" for generation in (1, 2, 3)]
     p, q = (hand.choice(code(meta[k]), codes) for k in ("person1", "person2"))
@@ -180,7 +193,7 @@ def ab(item: Item, hand: Hand) -> tuple[str, str]:
             continue
         at = stack.rfind(token[1])  # the nearest equal one annihilates it; it passes the others
         right = (stack, token[1].lower()) if at < 0 else (stack[:at] + stack[at + 1 :], "")
-        stack, passed = hand.step(right, lambda s=stack, t=token[1], r=right: _ab_slip(hand.rng, s, t, r))
+        stack, passed = hand.step(right, partial(_ab_slip, hand.rng, stack, token[1], right))
         out += passed
         work.append(stack + passed)
     final = [f"#{c.upper()}" for c in out] + [f"{c}#" for c in stack]
@@ -239,3 +252,15 @@ def answer(task: str, item: Item, rng: Random, slip: float) -> str:
     if hand.steps and rng.random() < slip:
         work, final = write(item, Hand(rng, rng.randrange(hand.steps)))
     return f"{work}<answer>{final}"
+
+
+def worked_answer(problem: Problem, seed: int) -> str:
+    """A right worked answer to a problem of one of these tasks: what `sft.answers` names to imitate.
+
+    Raises:
+        UserError: another task.
+    """
+    task = parse_id(problem.id).name
+    if task not in WORKED:
+        raise UserError(f"{task}: no worked answers are known; there are some for {', '.join(WORKED)}")
+    return answer(task, problem.metadata["entry"], Random(seed), slip=0.0)
