@@ -206,22 +206,25 @@ def tasks_show(name: str, as_json: Json = False) -> None:
         typer.echo(f"[{key}]\n{value}\n" if isinstance(value, str) else f"[{key}]\n{json.dumps(value, indent=2)}\n")
 
 
-@app.command()
+@app.command(context_settings=OVERRIDES)
 def bench(
+    ctx: typer.Context,
     name: Annotated[str, typer.Argument(help="score | round | swarm | merge")],
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
 ) -> None:
-    """Measure this machine. Figures come with the settings they were made with.
+    """Measure this machine. Figures come with the settings they were made with. Further --KEY VALUE go to the bench.
 
-    Example: coterie bench score --json
+    Example: coterie bench round --cases smollm2,tiny --repeats 5
     """
     import importlib
+    import inspect
 
     known = ("score", "round", "swarm", "merge")
     if name not in known:
         raise UserError(f"bench {name}: unknown; one of {', '.join(known)}")
-    result = importlib.import_module(f"coterie.bench.{name}").run()
+    measure = importlib.import_module(f"coterie.bench.{name}").run
+    result = measure(**_options(name, ctx.args, list(inspect.signature(measure).parameters)))
     if out is not None:
         out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if as_json:
@@ -255,6 +258,25 @@ def experiment(
 
 for part in (swarm_cli, helpers_cli, merging_cli, parallel_cli):
     part.register(app)
+
+
+def _options(name: str, args: list[str], known: list[str]) -> dict[str, Any]:
+    """``--key value`` pairs as keyword arguments; whole numbers and fractions as such."""
+    keys = [a.removeprefix("--") for a in args[::2]]
+    if len(args) % 2 or any(not a.startswith("--") for a in args[::2]):
+        raise UserError(f"bench {name}: expected --KEY VALUE pairs, got {' '.join(args)}")
+    if unknown := [k for k in keys if k not in known]:
+        raise UserError(f"bench {name}: no setting {unknown[0]!r}; known: {', '.join(known) or 'none'}")
+
+    def value(text: str) -> Any:
+        for kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        return text
+
+    return {k: value(v) for k, v in zip(keys, args[1::2], strict=True)}
 
 
 def _ints(text: str, flag: str) -> list[int]:

@@ -49,13 +49,15 @@ CASES = {
 }
 
 
-def run(cases: str = "tiny", repeats: int = 5, checkpointing: int = 0, out: str = "", trl: str = "") -> dict[str, Any]:
+def run(
+    cases: str = "tiny", repeats: int = 5, checkpointing: int = 0, folder: str = "", trl: str = ""
+) -> dict[str, Any]:
     """Measure ``cases`` (names from ``CASES``, separated by commas).
 
     Args:
         repeats: measured repetitions, after one for warm-up.
         checkpointing: 1 lets TRL recompute activations (its default; less memory, more time). 0 is its faster setting.
-        out: folder that gets CASE.json, written again after every repetition.
+        folder: gets CASE.json, written again after every repetition.
         trl: interpreter with TRL; default ``.venv-bench/bin/python`` in the current folder.
 
     Raises:
@@ -66,11 +68,13 @@ def run(cases: str = "tiny", repeats: int = 5, checkpointing: int = 0, out: str 
         raise UserError(f"bench round: unknown case {unknown[0]!r}; one of {', '.join(CASES)}")
     python = Path(trl or ".venv-bench/bin/python")
     if not python.is_file():
-        raise UserError(f"bench round: {python} does not exist; run `make bench-env`, or name an interpreter with --trl")
+        raise UserError(
+            f"bench round: {python} does not exist; run `make bench-env`, or name an interpreter with --trl"
+        )
     results = {}
     for name in names:
-        file = Path(out) / f"{name}.json" if out else None
-        results[name] = _measure(name, CASES[name], int(repeats), bool(int(checkpointing)), python, file)
+        file = Path(folder) / f"{name}.json" if folder else None
+        results[name] = _measure(name, CASES[name], repeats, bool(checkpointing), python, file)
     Console(stderr=True).print(table(results))
     return results
 
@@ -100,8 +104,9 @@ def _measure(
         }
         check = {side.name: side.ask("update") for side in (own, other)}  # also the warm-up of the update
         data["check"] = agreement(check["coterie"], check["TRL"])
-        for side in (own, other):
-            side.ask("round")  # warm-up
+        own.ask("round")  # warm-up, of both
+        if (seen := other.ask("round")["prompt_tokens"]) != prepared["prompt_tokens"]:
+            raise CoterieError(f"bench round: prompts of {prepared['prompt_tokens']} tokens here, of {seen} in TRL")
         for _ in range(repeats):
             data["repetitions"].append(_repetition(own, other))
             data["summary"] = summary(data)
@@ -128,7 +133,7 @@ def agreement(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
     Raises:
         CoterieError: they differ by more than ``LOSS_TOLERANCE``.
     """
-    out = {}
+    out: dict[str, float] = {}
     for key in ("loss", "grad_norm"):
         difference = abs(a[key] - b[key]) / max(abs(b[key]), 1e-12)
         out |= {f"{key}_coterie": a[key], f"{key}_trl": b[key], f"{key}_difference": difference}
@@ -196,7 +201,8 @@ def table(results: dict[str, Any]) -> Table:
             t.add_row(name, label, f"{s[f'{key}_coterie']:.3g}", f"{s[f'{key}_trl']:.3g}", f"{s[ratio]:.2f}")
         half, whole = s["round_half_s_coterie"], s["round_s_trl"]
         t.add_row(name, "half uninformative, s", f"{half:.3g}", f"{whole:.3g}", f"{s['ratio_round_half']:.2f}")
-        t.add_row(name, "update, share of GEMM (oneDNN / MKL)", f"{s['update_fraction_of_onednn']:.0%}", "", f"{s['update_fraction_of_mkl']:.0%}")  # fmt: skip
+        shares = (f"{s[f'update_fraction_of_{k}']:.0%}" for k in ("onednn", "mkl"))
+        t.add_row(name, "update, share of GEMM rate (oneDNN, MKL)", *shares, "")
     return t
 
 

@@ -31,6 +31,7 @@ class Side(TrainerCallback):  # type: ignore[misc]
         self.command: dict[str, Any] = {}
         self.loss = self.grad_norm = self.rollout_s = self.started = 0.0
         self.tokens = 0
+        self.prompt_tokens: list[int] = []
 
     def attach(self, trainer: Any) -> None:
         generate, compute, clip = (
@@ -46,6 +47,7 @@ class Side(TrainerCallback):  # type: ignore[misc]
             out = generate(inputs)
             self.rollout_s = time.perf_counter() - start
             self.tokens = int(out["completion_mask"].sum())
+            self.prompt_tokens = sorted(out["prompt_mask"].sum(1).tolist())[:: self.settings["group_size"]]
             return out
 
         def summed_loss(model: Any, inputs: Any) -> Any:
@@ -77,6 +79,7 @@ class Side(TrainerCallback):  # type: ignore[misc]
                 "seconds": seconds,
                 "rollout_s": self.rollout_s,
                 "tokens": self.tokens,
+                "prompt_tokens": self.prompt_tokens,
                 "loss": self.loss,
                 "grad_norm": self.grad_norm,
             }

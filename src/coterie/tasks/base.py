@@ -8,6 +8,7 @@ small the task's space and whoever draws it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -70,6 +71,7 @@ def id_prefix(kind: str, name: str, params: Mapping[str, Any]) -> str:
     return f"{kind}/{name}" + (f"?{text}" if text else "")
 
 
+@functools.lru_cache(maxsize=256)  # asked for every answer; few, since a peer's id may be long
 def parse_id(text: str) -> ProblemId:
     """Take a problem id apart.
 
