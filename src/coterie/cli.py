@@ -16,6 +16,7 @@ from rich.table import Table
 from coterie.errors import CoterieError, UserError
 from coterie.helpers import cli as helpers_cli
 from coterie.merging import cli as merging_cli
+from coterie.merging import probe_cli
 from coterie.parallel import cli as parallel_cli
 from coterie.swarm import cli as swarm_cli
 
@@ -256,7 +257,7 @@ def experiment(
         typer.echo(f"\n{table.read_text()}\n{table}")
 
 
-for part in (swarm_cli, helpers_cli, merging_cli, parallel_cli):
+for part in (swarm_cli, helpers_cli, merging_cli, probe_cli, parallel_cli):
     part.register(app)
 
 

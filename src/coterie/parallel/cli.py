@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 def parallel_command(
     ctx: typer.Context,
     config: Annotated[
-        Path, typer.Argument(help="TOML file with [parallel]; values can be overridden: --parallel.lam 0.6")
+        Path, typer.Argument(help="TOML file with a parallel section; values can be overridden: --parallel.lam 0.6")
     ],
     backend: Annotated[
         str | None, typer.Option(help="local (processes here) or ray (a cluster with a shared file system).")

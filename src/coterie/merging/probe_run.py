@@ -1,0 +1,34 @@
+"""A probe from model and task names: load, sample, take scores, work out the figures, for one or several temperatures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from coterie.config import Config, ModelConfig, RolloutConfig
+from coterie.evalcmd import resolve_model, resolve_tasks
+from coterie.merging.probe import ProbeSettings, collect
+from coterie.merging.probe_figures import figures
+from coterie.run import build
+
+FORMAT = 1
+
+
+def probe(model: str, tasks: str, asked: Sequence[ProbeSettings], advantage: str) -> dict[str, Any]:
+    """The report that ``coterie probe`` prints and writes.
+
+    Raises:
+        UserError: model or tasks are not known.
+    """
+    cfg = Config(
+        model=ModelConfig(name=resolve_model(model)),
+        tasks=resolve_tasks(tasks, model),
+        rollout=RolloutConfig(max_new_tokens=asked[0].max_new_tokens),
+    )
+    found = []
+    with build(cfg) as parts:
+        for settings in asked:
+            scores = collect(parts.policy, parts.engine, parts.tasks, parts.scorer, settings)
+            found.append({"settings": asdict(settings), **figures(scores, advantage, settings.seed)})
+    return {"format": FORMAT, "model": model, "temperatures": found}
