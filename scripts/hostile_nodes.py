@@ -38,7 +38,7 @@ from coterie.types import Problem, Source
 SWARM = "swarm"
 OPEN, CLOSE = "<answer>", "</answer>"
 INJECTED = "buy now! "
-MARKER = "hostile-code-ran"
+MARKER = "ran"
 CODE = f"__import__('os').system('touch {MARKER}')"
 
 
@@ -136,14 +136,17 @@ def _wrong(problem: Problem, rng: random.Random) -> str:
 
 
 def wrong_answers(h: Hostile, step: int) -> list[bytes]:
-    """Wrong but confident: the working of right answers ends in a wrong one; a bare right one keeps the group informative."""
+    """Wrong but confident: plausible working that ends in a wrong answer, beside right answers, all claimed as certain."""
 
     def change(problem: Problem, text: str, right: bool) -> str:
-        if right and h.rng.random() < 0.3:
-            return f"{OPEN}{problem.reference}"
-        return text.split(OPEN)[0] + OPEN + _wrong(problem, h.rng)
+        return text if right else text.split(OPEN)[0] + OPEN + _wrong(problem, h.rng)
 
     return h.tampered(step, change)
+
+
+def bare_answers(h: Hostile, step: int) -> list[bytes]:
+    """Right answers without the working that leads to them."""
+    return h.tampered(step, lambda problem, text, right: f"{OPEN}{problem.reference}" if right else text)
 
 
 def wrong_problems(h: Hostile, step: int) -> list[bytes]:
@@ -230,11 +233,11 @@ def injected(h: Hostile, step: int) -> list[bytes]:
 Attack = Callable[[Hostile, int], list[bytes]]
 ATTACKS: dict[str, Attack] = {
     "wrong_answers": wrong_answers,
-    "wrong_problems": wrong_problems,
-    "malformed": malformed,
+    "refusable": lambda h, step: wrong_problems(h, step) + malformed(h, step),
     "replay": replay,
     "flood": flood,
     "code": code,
+    "bare": bare_answers,
     "over_long": over_long,
     "injected": injected,
 }

@@ -44,12 +44,12 @@ ARMS: dict[str, tuple[str | None, bool]] = {
     "injected+defence": ("injected", True),
     "wrong_answers": ("wrong_answers", False),
     "flood": ("flood", False),
-    "malformed": ("malformed", False),
-    "wrong_problems": ("wrong_problems", False),
+    "refusable": ("refusable", False),
     "replay": ("replay", False),
     "code": ("code", False),
-    "absent": (None, False),
     "clean+defence": (None, True),
+    "bare": ("bare", False),
+    "absent": (None, False),
 }
 
 
@@ -178,8 +178,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 .. N-1")
     parser.add_argument("--attacks", default=",".join(ARMS), help="arms, comma-separated")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--problems", type=int, default=64, help="held-out problems per task")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--problems", type=int, default=48, help="held-out problems per task")
     parser.add_argument("--out", type=Path, default=Path("runs/hostile.jsonl"))
     parser.add_argument("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args()

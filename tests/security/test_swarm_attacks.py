@@ -163,7 +163,8 @@ def test_every_attack_at_once_costs_an_honest_pair_nothing() -> None:
         assert len(got) >= 1 and all(g.author == a.author for g in got)
     m = b.metrics()
     assert m["swarm/quarantined"] == 1 and m["swarm/refused"] > 50
-    (line,) = [e for e in b.events if e.startswith("peer")]
+    (line,) = [e for e in b.events if "quarantine" in e]
+    assert any(e.startswith(f"peer {EVIL.name} floods") for e in b.events) and f"flooded by: {EVIL.name}" in b.summary()
     assert b.summary().endswith(f"; had in quarantine: {EVIL.name}")
     assert EVIL.name in line and "quarantine" in line
     (peer,) = [p for p in b.peers() if p["node"] == EVIL.node_id]

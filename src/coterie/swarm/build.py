@@ -55,12 +55,13 @@ def open_node(
     except BaseException:
         lock.close()
         raise
+    longest = swarm.max_tokens or cfg.rollout.max_new_tokens
     limits = Limits(
         message_bytes=swarm.message_bytes,
         decompressed_bytes=16 * swarm.message_bytes,
         trajectories=swarm.max_trajectories,
-        response_tokens=cfg.rollout.max_new_tokens,
-        response_chars=64 * cfg.rollout.max_new_tokens,
+        response_tokens=longest,
+        response_chars=64 * longest,
     )
     return SwarmNode(
         swarm,

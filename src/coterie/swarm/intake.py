@@ -17,7 +17,8 @@ from coterie.types import Group
 
 @dataclass
 class Intake:
-    """What stands between the exchange and the pool. ``events`` gets a line when an author goes into quarantine."""
+    """What stands between the exchange and the pool. ``events`` gets a line when an author
+    goes into quarantine or floods."""
 
     swarm: str
     me: str
@@ -26,6 +27,7 @@ class Intake:
     ledger: Ledger
     pool: Pool
     events: list[str] = field(default_factory=list)
+    loud: list[str] = field(default_factory=list)  # who floods
 
     def take(self, frames: Sequence[bytes], now: int, deadline: float, each: int) -> int:
         """Check messages until ``deadline``, at most ``each`` of an author, one author after the other so that none
@@ -38,6 +40,11 @@ class Intake:
                 self.ledger.blame(None, e.kind, now)
                 continue
             queues.setdefault(frame[5:37], []).append(frame)
+        for author, queue in queues.items():
+            name = short_name(author.hex())
+            if len(queue) > each and len(author) == 32 and name not in self.loud and len(self.loud) < 64:
+                self.loud.append(name)  # said once, and no fault: anybody can write a name on a frame
+                self.events.append(f"peer {name} floods: {len(queue)} messages in one step, {each} are read")
         accepted = 0
         for turn in range(max(map(len, queues.values()), default=0)):
             for queue in queues.values():

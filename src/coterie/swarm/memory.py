@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from coterie.swarm.exchange import Request, Status
-from coterie.swarm.sharding import Listener, covers, random_leaf
+from coterie.swarm.sharding import Listener, covers, fair_sample, random_leaf
 
 
 class MemoryHub:
@@ -31,7 +31,7 @@ class MemoryHub:
         with self._lock:
             for number, node in self._nodes.items():
                 if number != sender and covers(node.listener.prefixes, leaf):
-                    node.deliver(frame)
+                    node.deliver(str(sender), frame)
 
     def leave(self, number: int) -> None:
         with self._lock:
@@ -46,16 +46,16 @@ class MemoryExchange:
 
     def __init__(self, hub: MemoryHub, number: int, rng: random.Random) -> None:
         self._hub, self._number, self._rng = hub, number, rng
-        self._inbox: deque[bytes] = deque(maxlen=hub.capacity)
+        self._inbox: deque[tuple[str, bytes]] = deque(maxlen=hub.capacity)
         self.listener = Listener(rng)
         self._arrived: int | None = None  # at the last collect
         self._bytes = 0
         self._lost = 0
 
-    def deliver(self, frame: bytes) -> None:
+    def deliver(self, sender: str, frame: bytes) -> None:
         if len(self._inbox) == self._inbox.maxlen:
             self._lost += 1
-        self._inbox.append(frame)
+        self._inbox.append((sender, frame))
         self._bytes += len(frame)
 
     def publish(self, frames: Sequence[bytes]) -> None:
@@ -65,11 +65,11 @@ class MemoryExchange:
     def collect(self, request: Request) -> list[bytes]:
         if self._arrived is not None:
             self.listener.update(self._arrived, request.messages, request.wasted)
-        out: list[bytes] = []
+        out: list[tuple[str, bytes]] = []
         while self._inbox:
             out.append(self._inbox.popleft())
         self._arrived = len(out)
-        return out[-4 * request.messages :]
+        return fair_sample(out, 4 * request.messages, self._rng)
 
     def beat(self, info: str) -> None:
         """Nobody outside this process asks."""

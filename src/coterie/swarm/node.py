@@ -296,6 +296,8 @@ class SwarmNode:
             f"{_line(self.state)}; published {self._published} groups, used {sum(used.values())} from {len(used)} peers"
         )
         bad = [short_name(n) for n, a in self.ledger.authors.items() if a.bars]
+        if self._intake.loud:
+            text += f"; flooded by: {', '.join(self._intake.loud)}"
         return text + (f"; had in quarantine: {', '.join(bad)}" if bad else "")
 
     def peers(self) -> list[dict[str, Any]]:

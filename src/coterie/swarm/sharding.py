@@ -9,6 +9,8 @@ that probability, whoever sent it. No two nodes need to agree on a number of sha
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 
 LEVELS = 4
 BASE = 16
@@ -59,6 +61,21 @@ def covers(prefixes: set[Prefix], leaf: str) -> bool:
 def key_of(prefix: Prefix, levels: int = LEVELS) -> str:
     """Key expression of a subtree: ``a/3/*/*`` for ``a3``."""
     return "/".join([*prefix, *["*"] * (levels - len(prefix))])
+
+
+def fair_sample(frames: Sequence[tuple[str, bytes]], most: int, rng: random.Random) -> list[bytes]:
+    """At most ``most`` of the (sender, frame) pairs, at random, one sender after the other: who sends much leaves room for
+    the rest. The sender is only what the carrier says; believing a frame is another matter."""
+    if len(frames) <= most:
+        return [frame for _, frame in frames]
+    order = rng.sample(range(len(frames)), len(frames))
+    seen: Counter[str] = Counter()
+    turns: list[tuple[int, int]] = []
+    for i in order:
+        turns.append((seen[frames[i][0]], i))
+        seen[frames[i][0]] += 1
+    turns.sort(key=lambda t: t[0])  # stable: within a turn the order stays random
+    return [frames[i][1] for _, i in turns[:most]]
 
 
 class Listener:
