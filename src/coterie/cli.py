@@ -210,7 +210,7 @@ def tasks_show(name: str, as_json: Json = False) -> None:
 @app.command(context_settings=OVERRIDES)
 def bench(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(help="score | round | swarm | merge")],
+    name: Annotated[str, typer.Argument(help="score | round | swarm | merge | verdict")],
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
 ) -> None:
@@ -221,7 +221,7 @@ def bench(
     import importlib
     import inspect
 
-    known = ("score", "round", "swarm", "merge")
+    known = ("score", "round", "swarm", "merge", "verdict")
     if name not in known:
         raise UserError(f"bench {name}: unknown; one of {', '.join(known)}")
     measure = importlib.import_module(f"coterie.bench.{name}").run

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.config import Config
+from coterie.merging.compatibility import Evidence, decide
 from coterie.parallel.plan import Job, all_tasks
 from coterie.parallel.scores import difference, rates, retention, score
 from coterie.rundir import read_jsonl, write_atomic
@@ -61,6 +64,7 @@ def summary(
             }
             for m, e in evaluations.items()
         },
+        "verdicts": _verdicts(cfg, of),
         "mean_kept": {m: _mean_kept(domains, m) for m in others if not m.startswith("shrink/")},
         "seconds": {j.name: sum(_seconds(r) for r in j.runs) for j in jobs},
         "weights": {
@@ -70,6 +74,32 @@ def summary(
         },
         "cross_time": times,
     }
+
+
+def _verdicts(cfg: Config, of: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """May these two be merged? One entry per pair, from what each expert does to the other's tasks."""
+    out = []
+    for a, b in combinations(cfg.parallel.experts, 2):
+        of_pair = [
+            [difference(of[f"expert/{by}"], of["base"], cfg.parallel.experts[on]) for by, on in ((x, x), (y, x))]
+            for x, y in ((a, b), (b, a))
+        ]
+        (gain_a, onto_a), (gain_b, onto_b) = of_pair
+        found = decide(
+            Evidence(
+                (a, b),
+                (gain_a["difference"], gain_b["difference"]),
+                (_pair(gain_a), _pair(gain_b)),
+                (_pair(onto_a), _pair(onto_b)),
+            )
+        )
+        out.append({"experts": [a, b], **asdict(found)})
+    return out
+
+
+def _pair(found: Mapping[str, Any]) -> tuple[float, float]:
+    low, high = found["interval"]
+    return low, high
 
 
 def _mean_kept(domains: Mapping[str, Any], model: str) -> dict[str, float | None]:
@@ -106,6 +136,9 @@ def print_summary(result: Mapping[str, Any], console: Console) -> None:
     for key, title in (("gain_retention", "of the gain"), ("score_retention", "of the score")):
         kept.add_row(title, *(percent(k[key]) for k in result["mean_kept"].values()))
     console.print(kept)
+    for v in result["verdicts"]:
+        line = f"- {' and '.join(v['experts'])}: {v['outcome']}; {'; '.join(v['reasons'])}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print("seconds: " + "  ".join(f"{n} {s:.0f}" for n, s in result["seconds"].items()), highlight=False)
 
 
