@@ -57,6 +57,14 @@ def test_status_of_a_local_swarm(tmp_path: Path) -> None:
     a.close()
 
 
+def test_status_shows_what_strangers_say_without_obeying_it(tmp_path: Path) -> None:
+    a = LocalExchange(tmp_path / "s.sqlite", kit.person(1).node_id)
+    a.beat(json.dumps({"state": "[/red]\x1b[2J", "tasks": ["x"], "step": [1], "cause": "\x1b]0;title\x07" + "y" * 999}))
+    shown = call("swarm", "status", "--path", str(tmp_path / "s.sqlite"))
+    assert "[/red]?[2J" in shown and not any(c in shown for c in "\x1b\x07") and len(shown) < 1000
+    a.close()
+
+
 def test_status_needs_to_know_where(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="either --connect RELAY or --path FILE"):
         call("swarm", "status")

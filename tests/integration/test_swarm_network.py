@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,47 @@ def test_who_is_there(relay: Relay, port: int) -> None:
     assert found == {kit.person(1).node_id: '{"step": 8}', kit.person(2).node_id: ""}
     a.close()
     b.close()
+
+
+def test_a_busy_node_says_how_it_is(relay: Relay, port: int) -> None:
+    """A node that always has something to send is heard of all the same."""
+    a = exchange(port, 1)
+    a.beat('{"step": 8}')
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.wait(0.2):
+            a.publish([b"x" * 100] * 20)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        assert dict(read_swarm("swarm", (f"tcp/127.0.0.1:{port}",), Security())) == {
+            kit.person(1).node_id: '{"step": 8}'
+        }
+    finally:
+        stop.set()
+        worker.join()
+        a.close()
+
+
+def test_sw05_two_that_entered_apart_are_told_when_they_meet(tmp_path: Path, port: int) -> None:
+    """One identity on two sides of a network in parts: when it is whole again, one of them stays."""
+    twins, relays, ports = [], [], (port, free_port())
+    for p in ports:
+        relays.append(start_relay(p))
+        twins.append(exchange(p, 1))
+    assert all(t.status().link == "up" for t in twins)
+    for r in relays:
+        stop(r)
+    wait_for(lambda: all(t.status().link == "down" for t in twins), 15)
+    linked = Relay((f"tcp/127.0.0.1:{ports[1]}",))
+    with linked, Relay((f"tcp/127.0.0.1:{port}",), connect=(f"tcp/127.0.0.1:{ports[1]}",)):
+        wait_for(lambda: sum("same identity" in t.status().cause for t in twins) == 1, 45)
+        stays = next(t for t in twins if t.status().link == "up")
+        assert stays.status().cause == ""
+        for t in twins:
+            t.close()
 
 
 def test_a_taken_port_is_said_in_one_line(relay: Relay, port: int) -> None:

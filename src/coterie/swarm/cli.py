@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from coterie.errors import CoterieError, UserError
 
@@ -130,23 +131,27 @@ def status(
         return
     table = Table("node", "state", "step", "tasks", "published", "used", "held-out", "seen", box=None)
     for r in rows:
-        tasks = ", ".join(map(str, r["tasks"])) if isinstance(r.get("tasks"), dict) else ""
         accuracy = r.get("accuracy")
         shown = f"{accuracy:.3f}" if isinstance(accuracy, float) else ""
-        state = " ".join(str(r[k]) for k in ("state", "cause") if r.get(k)) or "?"
-        cells = (
-            r["name"],
-            state,
-            r.get("step", ""),
-            tasks,
-            r.get("published", ""),
-            r.get("used", ""),
-            shown,
-            r["seen"],
-        )
-        table.add_row(*(str(c)[:60] for c in cells))
+        cells = (*(r.get(k, "") for k in ("name", "state", "step")), len(_mix(r)) or "", r.get("published", ""))
+        table.add_row(*(_plain(c, 40) for c in (*cells, r.get("used", ""), shown, r["seen"])))
     Console().print(table)
+    for r in rows:
+        mix = ", ".join(f"{t} {n}" for t, n in _mix(r).items())
+        if said := "; ".join(str(x) for x in (r.get("cause"), mix and f"groups published: {mix}") if x):
+            typer.echo(f"{r['name']}: {_plain(said, 300)}")
     typer.echo(f"{len(rows)} nodes")
+
+
+def _mix(row: dict[str, Any]) -> dict[str, Any]:
+    """Task -> groups published, as the node says."""
+    tasks = row.get("tasks")
+    return tasks if isinstance(tasks, dict) else {}
+
+
+def _plain(value: object, most: int) -> Text:
+    """What a stranger wrote, without control characters, markup and excess."""
+    return Text("".join(c if c.isprintable() else "?" for c in str(value))[:most])
 
 
 def _local_rows(path: Path) -> list[dict[str, Any]]:

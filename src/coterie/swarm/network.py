@@ -21,11 +21,13 @@ import zenoh
 
 from coterie.swarm.exchange import Request, Status
 from coterie.swarm.identity import Identity, duplicate_error, short_name
-from coterie.swarm.sharding import BASE, Listener, Prefix, key_of, random_leaf
+from coterie.swarm.sharding import BASE, Listener, Prefix, fair_sample, key_of, random_leaf
 from coterie.swarm.zenoh_config import Security, node_config
 
 _COUNT_EVERY_S = 30.0
 _BEAT_S = 2.0
+_SETTLE_S = 3.0
+_LOOK_S = 0.25  # how soon a reconnection is noticed
 _ENOUGH = 8  # liveliness tokens from which the size of the swarm is estimated
 
 
@@ -76,7 +78,7 @@ class NetworkExchange:
         self._nodes: int | None = None
         self._counted_at = float("-inf")
         self._cause = f"no relay answers at {self._where}"
-        self._refused = False
+        self._refused = False  # another node has this identity; asked again every _COUNT_EVERY_S
         self._arrived: int | None = None  # at the last collect
         self._bytes = self._messages = self._unsent = 0
         self._closing = threading.Event()
@@ -85,7 +87,7 @@ class NetworkExchange:
         self._thread = threading.Thread(target=self._link_loop, name="coterie-link", daemon=True)
         self._thread.start()
         self._opened.wait(wait_s)
-        if self._session is not None and self._enter():
+        if self._refused:
             self.close()
             raise duplicate_error(identity, f"in swarm {swarm!r} (a crashed node is forgotten after 10 s)")
 
@@ -113,9 +115,7 @@ class NetworkExchange:
             time.sleep(0.01)
             out = self._drain(request.byte_cap)
         self._arrived = len(out) if listening else None  # nothing can be said of a step without subscriptions
-        if len(out) > 4 * request.messages:
-            out = self._rng.sample(out, 4 * request.messages)
-        return out
+        return fair_sample(out, 4 * request.messages, self._rng)
 
     def beat(self, info: str) -> None:
         self._info = info
@@ -146,15 +146,28 @@ class NetworkExchange:
             self._session = None
 
     def _link_loop(self) -> None:
-        """Open the session, then send what is queued, one message per 1 / pace seconds; when idle, say who is here."""
+        """Open the session and enter the swarm; then send what is queued, one message per 1 / pace seconds, say every few
+        seconds who is here, and after a reconnection, or now and then, see whether the identity is still this node's."""
         self._open()
-        while self._pace > 0 and not (self._closing.is_set() and not self._outbox):
-            if self._outbox:
-                self._put(*self._outbox.popleft())
-            elif not self._wake.wait(_BEAT_S) and self._info and self._token is not None:
+        linked, ask_at, beat = False, 0.0, float("-inf")
+        while not (self._closing.is_set() and not self._outbox):
+            now = time.monotonic()
+            was, linked = linked, self._linked()
+            if linked and (not was or now > ask_at):
+                ask_at = now + (_COUNT_EVERY_S if was else _SETTLE_S)  # relays need a moment to tell each other
+                self._keep_place()
+            if linked or self._mesh:
+                self._opened.set()
+            if self._info and self._token is not None and now - beat > _BEAT_S:
+                beat = now
                 self._put(f"{self._root}/info/{self._identity.node_id}", self._info.encode())
-            self._wake.clear()
-            time.sleep(1.0 / self._pace)
+            elif self._outbox:
+                self._put(*self._outbox.popleft())
+            elif self._wake.wait(_LOOK_S):
+                self._wake.clear()
+                continue
+            if self._pace > 0:
+                time.sleep(1.0 / self._pace)
 
     def _send(self, key: str, payload: bytes) -> None:
         if self._pace > 0:
@@ -171,7 +184,6 @@ class NetworkExchange:
         while not self._closing.is_set():
             try:
                 self._session = zenoh.open(self._config)
-                self._opened.set()
                 return
             except zenoh.ZError as e:
                 self._cause = f"no relay answers at {self._where} ({str(e).split(' at ')[0]}); trying again"
@@ -180,22 +192,25 @@ class NetworkExchange:
 
     def _ready(self) -> bool:
         """Whether the session is open and this node has entered the swarm."""
-        if self._session is None or self._refused:
-            return False
-        return self._token is not None or not self._enter()
+        return self._token is not None and not self._refused
 
-    def _enter(self) -> bool:
-        """Declare this node alive; True if the identity is taken (then this session stays out)."""
+    def _keep_place(self) -> None:
+        """Declare this node alive, or find that the identity is taken and stay out. Of two that are in already (they
+        entered while the network was in parts) the one with the larger nonce leaves."""
         alive = f"{self._root}/alive/{self._alive_leaf()}/{self._identity.node_id}"
         for _ in range(4):  # a killed predecessor's token is gone within milliseconds
-            others = [k for k in self._tokens(f"{alive}/*") if not k.endswith(f"/{self._nonce}")]
-            if not others:
+            others = {k.rsplit("/", 1)[1] for k in self._tokens(f"{alive}/*")} - {self._nonce}
+            if not others or self._closing.wait(0.5):
                 break
-            time.sleep(0.5)
-        self._refused = bool(others)
-        if not self._refused:
+        if self._token is None:
+            self._refused = bool(others)
+        else:
+            self._refused = any(o < self._nonce for o in others)
+        if not self._refused and self._token is None:
             self._token = self._session.liveliness().declare_token(f"{alive}/{self._nonce}")
-        return self._refused
+        elif self._refused and self._token is not None:
+            self._token.undeclare()
+            self._token = None
 
     def _alive_leaf(self) -> str:
         return "/".join(self._identity.node_id[:2])
@@ -232,17 +247,20 @@ class NetworkExchange:
             ring: Any = zenoh.handlers.RingChannel(size)
             self._rings[prefix] = self._session.declare_subscriber(key, ring, allowed_origin=zenoh.Locality.REMOTE)
 
-    def _drain(self, cap: int) -> list[bytes]:
-        out: list[bytes] = []
+    def _drain(self, cap: int) -> list[tuple[str, bytes]]:
+        """(node the key names, frame) of what has arrived."""
+        out: list[tuple[str, bytes]] = []
         for ring in self._rings.values():
             while (sample := ring.try_recv()) is not None:
                 self._messages += 1
                 self._bytes += len(sample.payload)
                 if len(sample.payload) <= cap:
-                    out.append(sample.payload.to_bytes())
+                    out.append((str(sample.key_expr).rsplit("/", 1)[1], sample.payload.to_bytes()))
         return out
 
     def _linked(self) -> bool:
+        if self._session is None:
+            return False
         info = self._session.info
         return bool(info.routers_zid()) or (self._mesh and bool(info.peers_zid()))
 
@@ -250,7 +268,8 @@ class NetworkExchange:
 def read_swarm(
     swarm: str, connect: tuple[str, ...], security: Security, listen_s: float = 2.5, most: int = 1000
 ) -> list[tuple[str, str]]:
-    """(node id, info) of up to ``most`` nodes of a swarm: their tokens, and what they say within ``listen_s`` seconds.
+    """(node id, info) of up to ``most`` nodes of a swarm: their tokens, and what they say within ``listen_s`` seconds (they
+    speak every two).
 
     Raises:
         zenoh.ZError: no relay answers.
@@ -259,11 +278,13 @@ def read_swarm(
         ring = session.declare_subscriber(f"coterie/{swarm}/info/*", zenoh.handlers.RingChannel(most))
         tokens = session.liveliness().get(f"coterie/{swarm}/alive/*/*/*/*", timeout=2.0)
         found = {str(r.ok.key_expr).split("/")[-2]: "" for r in tokens if r.ok is not None}
-        time.sleep(listen_s)
-        while (sample := ring.try_recv()) is not None:
-            node = str(sample.key_expr).split("/")[-1]
-            if node in found and len(sample.payload) <= 4096:
-                found[node] = sample.payload.to_bytes().decode(errors="replace")
+        deadline = time.monotonic() + listen_s
+        while not all(found.values()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            while (sample := ring.try_recv()) is not None:
+                node = str(sample.key_expr).split("/")[-1]
+                if node in found and len(sample.payload) <= 4096:
+                    found[node] = sample.payload.to_bytes().decode(errors="replace")
     return sorted(found.items())[:most]
 
 
