@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,32 @@ def free_port() -> int:
 
 
 class Worker:
-    """One node process; its lines are kept in a file, so that they outlive a kill."""
+    """One node process; its lines are kept in a file, so that they outlive a kill. ``prefix``: a command to run it under."""
 
-    def __init__(self, folder: Path, number: int, steps: int, pause: float, exchange: str, **settings: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        steps: int,
+        pause: float,
+        exchange: str,
+        *,
+        prefix: Sequence[str] = (),
+        **settings: str,
+    ) -> None:
         self.run_dir = folder / f"node_{number}"
         self.run_dir.mkdir(exist_ok=True)
         self.log = self.run_dir / "lines"
         extra = [f"{k}={v}" for k, v in settings.items()]
-        command = [sys.executable, str(HERE / "swarm_worker.py"), str(number), str(steps), str(pause), exchange]
+        command = [
+            *prefix,
+            sys.executable,
+            str(HERE / "swarm_worker.py"),
+            str(number),
+            str(steps),
+            str(pause),
+            exchange,
+        ]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with open(self.log, "a") as out, open(self.run_dir / "errors", "a") as errors:
             self.process = subprocess.Popen([*command, str(self.run_dir), *extra], stdout=out, stderr=errors, env=env)

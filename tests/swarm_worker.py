@@ -44,7 +44,7 @@ def main() -> None:
         state.with_suffix(".part").write_text(json.dumps(saved))
         state.with_suffix(".part").rename(state)
         line = {"node": node.author, "step": step, "s": spent, "mode": node.state.mode, "cause": node.state.cause}
-        print(json.dumps(line | {"got": [g.id for g in got]}), flush=True)
+        print(json.dumps(line | {"got": [g.id for g in got], "authors": [g.author for g in got]}), flush=True)
         time.sleep(pause)
     node.close()
     print(json.dumps({"done": node.metrics() if cfg.swarm.exchange == "local" else {}}), flush=True)
