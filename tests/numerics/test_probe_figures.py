@@ -9,6 +9,7 @@ import pytest
 
 from coterie.merging.probe import ProbeSettings, Scores
 from coterie.merging.probe_figures import advantages, cross, figures, u_statistic
+from coterie.merging.probe_subspace import energy_in, shared_subspaces
 
 G = 4
 
@@ -158,3 +159,25 @@ def test_unsolvable_tasks_have_no_gradient_and_no_figures_that_need_one() -> Non
     got = figures(s, "mean_std")
     assert got["tasks"]["a"]["zero_gradient_share"] == 1 and got["tasks"]["a"]["U"] == 0
     assert got["pairs"][0]["cosine"] is None and "not enough data" in got["pairs"][0]["reading"]
+
+
+def test_energy_in_main_directions_equals_the_singular_vectors_written_out() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(14, 30))
+    _, _, vt = np.linalg.svd(x[:8], full_matrices=False)
+    want = np.square(x[8:] @ vt[:4].T).sum() / np.square(x[8:]).sum()
+    assert energy_in(x @ x.T, range(8), range(8, 14), 4) == pytest.approx(want)
+    assert energy_in(np.zeros((14, 14)), range(8), range(8, 14), 4) is None
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_shared_subspace_shows_although_mean_gradients_are_unrelated(shared: bool) -> None:
+    """Both tasks vary strongly in four directions, the same or other ones, with mean 0 and noise in 200 dimensions."""
+    rng = np.random.default_rng(1)
+    q = np.linalg.qr(rng.normal(size=(200, 8)))[0]
+    first, second = q[:, :4], q[:, :4] if shared else q[:, 4:]
+    x = np.concatenate([6 * rng.normal(size=(40, 4)) @ d.T + rng.normal(size=(40, 200)) * 0.3 for d in (first, second)])
+    found = shared_subspaces(x @ x.T, np.repeat([0, 1], 40), "ab", 200)
+    one = found["pairs"][0]
+    assert one["own"] > 0.8 and found["chance"] == pytest.approx(0.02)
+    assert one["share"] > 0.8 if shared else one["share"] < 0.1

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from coterie.advantages import group_advantages
 from coterie.merging.probe import Scores
+from coterie.merging.probe_subspace import shared_subspaces
 from coterie.types import Group, Problem, StopReason, Trajectory
 
 RESAMPLES = 1000
@@ -51,6 +52,7 @@ def figures(scores: Scores, kind: str = "mean", seed: int = 0) -> dict[str, Any]
         "tasks": tasks,
         "controls": controls,
         "pairs": pairs,
+        "subspaces": shared_subspaces(real.gram, real.task, scores.tasks, scores.values),
         "map": principal_map(real),
         "floor_of_the_sketch": scores.floor,
         "values_in_a_score": scores.values,
