@@ -6,6 +6,8 @@ Each run is one line of the output; runs that are in it already are not done aga
 (honest nodes' held-out accuracy against a clean swarm, paired over seeds) is printed at the end:
 
     python scripts/hostile_study.py --table docs/results/hostile.jsonl
+
+What the arms mean: docs/results/swarm.md.
 """
 
 from __future__ import annotations
@@ -176,7 +178,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 .. N-1")
+    parser.add_argument("--seeds", default="5", help="a number N (seeds 0 .. N-1), or a list such as 3,4,")
     parser.add_argument("--attacks", default=",".join(ARMS), help="arms, comma-separated")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--problems", type=int, default=40, help="held-out problems per task")
@@ -190,7 +192,8 @@ def main() -> None:
         if unknown := [a for a in arms if a not in ARMS]:
             parser.error(f"unknown arm {unknown[0]}; there are {', '.join(ARMS)}")
         file.parent.mkdir(parents=True, exist_ok=True)
-        for seed in range(args.seeds):
+        seeds = [int(s) for s in args.seeds.split(",") if s] if "," in args.seeds else range(int(args.seeds))
+        for seed in seeds:
             for arm in arms:
                 if any(r["arm"] == arm and r["seed"] == seed and r["steps"] == args.steps for r in done):
                     continue

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from coterie.config import Config, config_from_dict
+from coterie.errors import UserError
 from coterie.run import Run
+from coterie.swarm.frozen import contribute_rollouts
+from coterie.swarm.identity import peek_identity
 from coterie.swarm.likelihood import own_logprobs
 
 
@@ -56,3 +60,23 @@ def test_a_node_that_asks_for_no_peer_groups_trains_as_if_alone(tmp_path: Path) 
     assert metrics["swarm/published"] == 8
     assert alone.keys() == member.keys() and all(torch.equal(alone[k], member[k]) for k in alone)
     assert metrics["swarm/publish_s"] < 0.05 * metrics["time/step_s"]  # the bar is 2%; a busy machine gets some slack
+
+
+def test_a_frozen_model_contributes_and_a_node_trains_on_what_it_wrote(tmp_path: Path) -> None:
+    """Through the file: the node's batch holds the contributor's groups; the contributor leaves nothing but its key."""
+    path, said = str(tmp_path / "swarm.sqlite"), list[str]()
+    with Run(config(tmp_path / "node", exchange="local", path=path), quiet=True) as run:
+        giver = config(tmp_path / "frozen", exchange="local", path=path)
+        assert contribute_rollouts(giver, 0.0, said.append) == 8
+        assert contribute_rollouts(giver.model_copy(update={"steps": 1}), 0.0, said.append) == 4  # new problems
+        me = peek_identity(tmp_path / "frozen" / "identity.pem").node_id
+        run.advance()
+        assert run.metrics["swarm/accepted"] == 12 and run.metrics["update/peer_groups"] >= 1
+        assert {p["node"]: p["used"] for p in run.trainer.node.peers()} == {me: run.metrics["update/peer_groups"]}
+    assert said[0].startswith("step 1: sharing")
+    assert {p.name for p in (tmp_path / "frozen").iterdir()} == {"identity.pem", "identity.pem.session"}
+
+
+def test_a_contributor_needs_an_exchange(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="swarm contribute needs"):
+        contribute_rollouts(config(tmp_path / "x"), 0.0, print)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie.errors import CoterieError, UserError
+
+if TYPE_CHECKING:
+    from coterie.config import Config
 
 app = typer.Typer(no_args_is_help=True, help="Share experience between nodes.")
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -216,39 +219,47 @@ def invite(path: Annotated[Path, typer.Argument(help="File to write.")]) -> None
 def contribute(
     ctx: typer.Context,
     config: ConfigPath,
-    inbox: Annotated[Path, typer.Argument(help='JSONL: {"problem": ID, "answers": [TEXT, ...]} per line.')],
-    follow: Annotated[bool, typer.Option(help="Keep reading what is appended.")] = False,
+    inbox: Annotated[
+        Path | None, typer.Option(help='Send this JSONL instead: {"problem": ID, "answers": [TEXT, ...]} per line.')
+    ] = None,
+    follow: Annotated[bool, typer.Option(help="Keep reading what is appended to the inbox.")] = False,
+    every: Annotated[float, typer.Option(min=0, help="Seconds per step of the frozen model, at least.")] = 2.0,
 ) -> None:
-    """Send answers of a script or a person as groups; nothing is trained here.
+    """Send groups without training: the config's model as it is, for `steps` steps, or answers of a script or a person.
 
-    Example: coterie swarm contribute configs/swarm.toml inbox.jsonl --swarm.exchange local --swarm.path runs/swarm.sqlite
+    Example: coterie swarm contribute configs/swarm.toml --run_dir runs/pair/frozen --steps 100
     """
     from coterie.config import load_config
-    from coterie.swarm.build import make_access, make_exchange
-    from coterie.swarm.contribute import contribute as send
-    from coterie.swarm.identity import IdentityLock, open_identity, short_name
-    from coterie.tasks.taskset import build_tasks
 
     cfg = load_config(config, ctx.args)
     if cfg.swarm.exchange not in ("local", "network"):
         raise UserError("swarm contribute needs --swarm.exchange local or network")
-    tasks = build_tasks(cfg.tasks)
+    if inbox is None:
+        from coterie.swarm.frozen import contribute_rollouts
+
+        sent = contribute_rollouts(cfg, every, typer.echo)
+    else:
+        sent = _send_inbox(cfg, inbox, follow)
+    typer.echo(f"{sent} groups sent")
+
+
+def _send_inbox(cfg: Config, inbox: Path, follow: bool) -> int:
+    from coterie.swarm.build import make_access, make_exchange
+    from coterie.swarm.contribute import contribute as send
+    from coterie.swarm.identity import IdentityLock, open_identity
+    from coterie.tasks.taskset import build_tasks
+
+    find = build_tasks(cfg.tasks).problem_from_id
     me = open_identity(cfg.swarm.identity or inbox.with_suffix(".identity.pem"))
     lock = IdentityLock(me)
-    exchange = make_exchange(cfg, me, None)
-    typer.echo(f"contributing as {short_name(me.node_id)}")
     try:
-        sent = send(
-            inbox,
-            exchange,
-            me,
-            make_access(cfg.swarm),
-            cfg.swarm.name,
-            tasks.problem_from_id,
-            follow=follow,
-            say=typer.echo,
-        )
+        exchange = make_exchange(cfg, me, None)
+        typer.echo(f"contributing as {me.name}")
+        try:
+            return send(
+                inbox, exchange, me, make_access(cfg.swarm), cfg.swarm.name, find, follow=follow, say=typer.echo
+            )
+        finally:
+            exchange.close()
     finally:
-        exchange.close()
         lock.close()
-    typer.echo(f"{sent} groups sent")
