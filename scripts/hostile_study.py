@@ -113,6 +113,7 @@ def _record(arm: str, seed: int, steps: int, runs: list[Run], evil: Hostile | No
         "infected": infected(texts),
         "length": float(np.mean(lengths)),
         "peer_groups_used": [_used(r, None) for r in runs],
+        "refused": _sum(r.trainer.node.metrics() for r in runs),
         "code_ran": Path(MARKER).exists(),
     }
     if evil is not None:
@@ -126,7 +127,6 @@ def _record(arm: str, seed: int, steps: int, runs: list[Run], evil: Hostile | No
             "faults": {
                 k: sum(p["faults"].get(k, 0) for p in rows) for k in sorted({k for p in rows for k in p["faults"]})
             },
-            "refused": _sum(r.trainer.node.metrics() for r in runs),
         }
     return record
 

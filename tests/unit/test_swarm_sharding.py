@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coterie.swarm.exchange import Request
 from coterie.swarm.memory import MemoryHub
-from coterie.swarm.sharding import BASE, LEVELS, Listener, covers, key_of, plan, random_leaf, redraw
+from coterie.swarm.sharding import BASE, LEVELS, Listener, covers, fair_sample, key_of, plan, random_leaf, redraw
 
 
 @given(st.floats(4 / BASE**LEVELS, 1.0))
@@ -85,3 +85,22 @@ def test_memory_hub_delivers_to_others_only_and_drops_the_oldest() -> None:
     assert b.metrics()["swarm/dropped_oldest"] == 2 and b.status().nodes == 2
     a.close()
     assert b.status().nodes == 1
+
+
+def test_a_fair_sample_gives_each_sender_its_turn() -> None:
+    frames = [("loud", b"l%d" % i) for i in range(500)] + [("a", b"a1"), ("a", b"a2"), ("b", b"b1")]
+    for seed in range(20):
+        got = fair_sample(frames, 10, random.Random(seed))
+        assert len(set(got)) == 10 and {b"a1", b"a2", b"b1"} <= set(got)
+    assert fair_sample(frames[:5], 10, random.Random(0)) == [f for _, f in frames[:5]]
+    assert len({tuple(fair_sample(frames, 10, random.Random(s))) for s in range(20)}) > 1  # at random
+
+
+def test_last_in_line_is_not_first_served() -> None:
+    """Whoever sends much just before a node collects does not push out what came before."""
+    hub = MemoryHub(capacity=1000)
+    quiet, loud, reader = hub.join(), hub.join(), hub.join()
+    quiet.publish([b"q%d" % i for i in range(4)])
+    loud.publish([b"x%d" % i for i in range(500)])
+    got = reader.collect(Request(12, 1000))
+    assert len(got) == 48 and {b"q%d" % i for i in range(4)} <= set(got)
