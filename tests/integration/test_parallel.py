@@ -34,6 +34,8 @@ divisors = ["gcd"]
 params = { min_n = 1, max_n = 1023 }
 [tasks.gcd]
 params = { min_numbers = 2, max_numbers = 2, min_value = 2, max_value = 99 }
+[tasks.spell_backward]
+params = { min_word_len = 3, max_word_len = 4 }
 [rollout]
 problems = 4
 group_size = 4
@@ -101,6 +103,8 @@ def test_a_killed_expert_resumes_alone_and_everything_is_reported(tmp_path: Path
     assert result["domains"]["bits"]["kept"].keys() == {"merged", "shrink/bits", "adapted"}
     whole, steps = result["weights"]["pairs"][0]["cosine"], result["cross_time"]["pairs"][0]["cosine"]
     assert abs(whole - steps) < 4 / 1024**0.5  # the logged updates add up to the deltas, to the sketch's accuracy
+    assert result["untrained"]["tasks"] == ["spell_backward"] and "merged" in result["untrained"]["scores"]
+    assert {v["outcome"] for v in result["verdicts"]} <= {"merge", "search", "do not merge", "not enough data"}
     receipt = json.loads((run / "merged" / "sum_0.6" / "merge_receipt.json").read_text())
     assert receipt["recipe"]["lambda"] == 0.6
     assert "What is kept" in (run / "report.html").read_text()

@@ -34,14 +34,16 @@ class Processes:
     """The processes started so far, so that all of them can be ended at once."""
 
     def __init__(self) -> None:
-        self._lock, self._live, self._closed = threading.Lock(), set[subprocess.Popen[bytes]](), False
+        self._lock = threading.RLock()  # a signal may arrive while the main thread holds it
+        self._live: set[subprocess.Popen[bytes]] = set()
+        self.closed = False
 
     def run(self, command: Sequence[str], log: Path, threads: int) -> int:
         """Start, wait, return the exit code. What the process prints is appended to ``log``."""
         env = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with open(log, "ab") as out:
             with self._lock:
-                if self._closed:
+                if self.closed:
                     return -signal.SIGTERM
                 process = subprocess.Popen(
                     command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env
@@ -55,7 +57,7 @@ class Processes:
     def close(self) -> None:
         """End what still runs; nothing can be started after."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             for process in self._live:
                 process.terminate()
 
@@ -82,7 +84,8 @@ def carry_out(job: Job, folder: Path, retries: int, note: Note, processes: Proce
             if code == 0:
                 break
             words = f"exit code {code}: {_last_words(stem.with_suffix('.log'))} (see {stem.with_suffix('.log')})"
-            if code == 2 or attempt == retries:  # 2: the config or the folder, which another try does not change
+            # 2: the config or the folder, which another try does not change
+            if code == 2 or attempt == retries or processes.closed:
                 raise Failed(f"{name} failed, {words}")
             note(f"{name}: {words}; started again from its last checkpoint")
     seconds = time.perf_counter() - began

@@ -98,6 +98,7 @@ def adapt_job(cfg: Config, merged: Path) -> Job | None:
 
 
 def all_tasks(cfg: Config) -> tuple[str, ...]:
+    """Those that some expert is trained on; the config may list more, which are only evaluated."""
     return tuple(dict.fromkeys(t for tasks in cfg.parallel.experts.values() for t in tasks))
 
 

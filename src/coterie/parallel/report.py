@@ -43,7 +43,7 @@ def summary(
         if (alone := f"shrink/{name}") in of:
             entry["interference"] = difference(of["merged"], of[alone], tasks)
         domains[name] = entry
-    everything = all_tasks(cfg)
+    untrained = [t for t in cfg.tasks if t not in all_tasks(cfg)]
     return {
         "format": FORMAT,
         "settings": {
@@ -55,9 +55,12 @@ def summary(
             "evaluation": next(iter(evaluations.values()))["settings"] | {"problems": cfg.eval.problems},
         },
         "domains": domains,
+        "untrained": {"tasks": untrained, "scores": {m: score(r, untrained) for m, r in of.items()}}
+        if untrained
+        else None,
         "models": {
             m: {
-                "score": score(of[m], everything),
+                "score": score(of[m], list(cfg.tasks)),
                 "length": _mean([t["mean_length"] for t in e["tasks"].values()]),
                 "truncated": _mean([t["truncated"] for t in e["tasks"].values()]),
                 "tasks": {n: t["pass"].get("1") for n, t in e["tasks"].items()},
@@ -130,6 +133,8 @@ def print_summary(result: Mapping[str, Any], console: Console) -> None:
         cells = [f"{d['scores'][m]:.3f}" for m in (f"expert/{name}", *shown)]
         cells += [f"{d['scores'][f'shrink/{name}']:.3f}"] if _has_shrink(result) else []
         table.add_row(name, *cells)
+    if result["untrained"]:
+        table.add_row("untrained", "", *(f"{result['untrained']['scores'][m]:.3f}" for m in shown))
     table.add_row("all tasks", "", *(f"{result['models'][m]['score']:.3f}" for m in shown))
     console.print(table)
     kept = Table("kept of the experts", *result["mean_kept"], box=None)

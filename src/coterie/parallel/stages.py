@@ -9,7 +9,7 @@ from typing import Any
 
 from coterie.config import Config
 from coterie.errors import CoterieError
-from coterie.parallel.plan import Job, all_tasks, tag
+from coterie.parallel.plan import Job, tag
 from coterie.rundir import write_atomic
 
 Note = Callable[[str], None]
@@ -106,14 +106,15 @@ def compare_times(jobs: list[Job]) -> dict[str, Any] | None:
 
 
 def evaluate_models(cfg: Config, models: Mapping[str, Path], note: Note) -> dict[str, dict[str, Any]]:
-    """Every model on the held-out problems of all experts' tasks; one JSON per model, never made twice.
+    """Every model on the held-out problems of all tasks (those that no expert trains too); one JSON per model, never made
+    twice.
 
     Raises:
         CoterieError: an evaluation made with other settings lies there.
     """
     folder = Path(cfg.run_dir) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
-    asked = {"problems": cfg.eval.problems, "samples": cfg.eval.samples, "tasks": list(all_tasks(cfg))}
+    asked = {"problems": cfg.eval.problems, "samples": cfg.eval.samples, "tasks": list(cfg.tasks)}
     missing = {}
     found: dict[str, dict[str, Any]] = {}
     for name, path in models.items():
@@ -144,7 +145,7 @@ def _evaluate(
     from coterie.tasks.taskset import build_tasks
 
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
-    problems = build_tasks({t: cfg.tasks[t] for t in all_tasks(cfg)}).eval_problems(cfg.eval.problems)
+    problems = build_tasks(cfg.tasks).eval_problems(cfg.eval.problems)
     out = {}
     with Scorer(cfg.scoring) as scorer:
         for name, (path, file) in missing.items():
