@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
@@ -90,10 +89,9 @@ def _probe() -> bool:
     """Whether this build has the kernel and it multiplies transposed views right."""
     if _onednn is None or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    a, b = torch.arange(6.0).view(3, 2), torch.arange(8.0).view(2, 4)
-    return torch.equal(F.linear(a.T.contiguous(), torch.ones(4, 3)), _onednn(a.T, torch.ones(3, 4).T, None, "none", [], "")) and (
-        torch.equal(a @ b, _onednn(a, b.T, None, "none", [], ""))
-    )
+    a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
+    forward, back = _onednn(a, b.T, None, "none", [], ""), _onednn(b.T, a, None, "none", [], "")
+    return torch.equal(forward, a @ b) and torch.equal(back, b.T @ a.T)
 
 
 _AVAILABLE = _probe()

@@ -64,6 +64,7 @@ class Trainer:
         peers = self.node.collect(self.step)
         shared = time.perf_counter()
         own = self._select_own(result.groups)
+        self.engine.release()  # its copy of the weights is about to be out of date, and the update needs the memory
         metrics = rollout_metrics(result, self.cfg.rollout.group_size) | self.node.metrics()
         if self.helpers is not None:
             metrics |= self._helper_metrics(self.helpers, result.groups)

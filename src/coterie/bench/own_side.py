@@ -185,6 +185,7 @@ def main(case: dict[str, Any], channel: Any) -> None:
 
 
 def _answer(channel: Any, values: dict[str, Any]) -> None:
+    print("answer", {k: v for k, v in values.items() if k != "batch"}, file=sys.stderr, flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     channel.write(json.dumps(values | {"peak_mb": peak}) + "\n")
     channel.flush()

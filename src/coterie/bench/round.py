@@ -23,6 +23,11 @@ from rich.table import Table
 from coterie.errors import CoterieError, UserError
 
 LOSS_TOLERANCE = 1e-4  # relative, of the loss and of the gradient's norm
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "passive",  # of both sides: neighbours on a shared machine disturb less
+}
 LEARNING_RATE = 1e-9  # every part of a step is done, and repetitions stay comparable
 
 
@@ -110,7 +115,7 @@ def _measure(
         for _ in range(repeats):
             data["repetitions"].append(_repetition(own, other))
             data["summary"] = summary(data)
-            if file is not None:
+            if file is not None:  # after each, so that a run cut short leaves what it has
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         own.stop()
@@ -255,7 +260,7 @@ class _Side:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+                env=os.environ | _ENVIRONMENT | {"OMP_NUM_THREADS": threads},
             )
         self._answer()
 

@@ -87,6 +87,7 @@ class Side(TrainerCallback):  # type: ignore[misc]
         self.next(control)
 
     def answer(self, values: dict[str, Any]) -> None:
+        print("command", self.command, "answer", values, file=sys.stderr, flush=True)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         self.channel.write(json.dumps(values | {"peak_mb": peak}) + "\n")
         self.channel.flush()

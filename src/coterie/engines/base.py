@@ -34,6 +34,10 @@ class Engine(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Drop what is kept between calls only to save time; the next :meth:`generate` makes it again."""
+        ...
+
 
 def check_request(
     prompts: Sequence[Sequence[int]], n: int | Sequence[int], sampling: Sampling, seeds: Sequence[int]

@@ -50,6 +50,9 @@ class ScriptedEngine:
         self.script = script
         self.requests: list[tuple[tuple[tuple[int, ...], ...], Sampling, tuple[int, ...]]] = []
 
+    def release(self) -> None:
+        """Nothing is kept."""
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
