@@ -136,14 +136,15 @@ def status(
     for r in rows:
         accuracy = r.get("accuracy")
         shown = f"{accuracy:.3f}" if isinstance(accuracy, float) else ""
-        cells = (*(r.get(k, "") for k in ("name", "state", "step")), len(_mix(r)) or "", r.get("published", ""))
+        cells = (r["name"], r.get("state", "starting"), r.get("step", ""), len(_mix(r)) or "", r.get("published", ""))
         table.add_row(*(_plain(c, 40) for c in (*cells, r.get("used", ""), shown, r["seen"])))
     Console().print(table)
     for r in rows:
         mix = ", ".join(f"{t} {n}" for t, n in _mix(r).items())
         if said := "; ".join(str(x) for x in (r.get("cause"), mix and f"groups published: {mix}") if x):
             typer.echo(f"{r['name']}: {_plain(said, 300)}")
-    typer.echo(f"{len(rows)} nodes")
+    hint = "" if rows else " (a node enters once its model is loaded; --name asks for another swarm than 'swarm')"
+    typer.echo(f"{len(rows)} nodes{hint}")
 
 
 def _mix(row: dict[str, Any]) -> dict[str, Any]:
