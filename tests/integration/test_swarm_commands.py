@@ -59,8 +59,19 @@ def test_status_of_a_local_swarm(tmp_path: Path) -> None:
 
 def test_status_shows_what_strangers_say_without_obeying_it(tmp_path: Path) -> None:
     a = LocalExchange(tmp_path / "s.sqlite", kit.person(1).node_id)
-    a.beat(json.dumps({"state": "[/red]\x1b[2J", "tasks": ["x"], "step": [1], "cause": "\x1b]0;title\x07" + "y" * 999}))
+    a.beat(
+        json.dumps(
+            {
+                "name": "friend",
+                "state": "[/red]\x1b[2J",
+                "tasks": ["x"],
+                "step": [1],
+                "cause": "\x1b]0;title\x07" + "y" * 999,
+            }
+        )
+    )
     shown = call("swarm", "status", "--path", str(tmp_path / "s.sqlite"))
+    assert "friend" not in shown and kit.person(1).name in shown  # nobody names itself
     assert "[/red]?[2J" in shown and not any(c in shown for c in "\x1b\x07") and len(shown) < 1000
     a.close()
 

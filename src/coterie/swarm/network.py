@@ -294,4 +294,4 @@ def describe(info: str, node: str) -> dict[str, Any]:
         data = json.loads(info) if info else {}
     except ValueError:
         data = {}
-    return {"name": short_name(node), "node": node} | (data if isinstance(data, dict) else {})
+    return (data if isinstance(data, dict) else {}) | {"name": short_name(node), "node": node}
