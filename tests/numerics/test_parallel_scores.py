@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coterie.parallel.scores import difference, rates, retention, score
+from coterie.parallel.scores import difference, pooled, rates, retention, score
 
 TASKS = ["a", "b"]
 BASE = {"a": [0.0, 0.5, 0.0, 0.5], "b": [0.5, 0.5]}  # .25, .5 -> .375
@@ -46,3 +46,15 @@ def test_interval_of_a_difference_covers_the_truth_as_often_as_it_says() -> None
         low, high = difference(first, second, ["a"])["interval"]
         hits += low <= 0 <= high
     assert 0.90 <= hits / 200 <= 0.99
+
+
+def test_pooled_retention_sums_before_it_divides() -> None:
+    """Task a: gain 1/2, kept 1/4; task b: gain 1/2, kept 3/8. An expert that gained next to nothing must not rule the sum."""
+    got = pooled(BASE, [(EXPERT, ["a"]), (EXPERT, ["b"])], MERGED)
+    assert got["gain_retention"] == pytest.approx((0.25 + 0.375) / (0.5 + 0.5))
+    assert got["score_retention"] == pytest.approx((0.5 + 0.875) / (0.75 + 1.0))
+    low, high = got["gain_retention_interval"]
+    assert low < 0.625 < high
+    tiny = {"a": [0.0, 0.5, 0.0, 0.52], "b": [0.5, 0.5]}
+    assert pooled(BASE, [(tiny, ["a"]), (EXPERT, ["b"])], MERGED)["gain_retention"] < 2
+    assert pooled(BASE, [(BASE, ["a"])], MERGED)["gain_retention"] is None

@@ -43,6 +43,12 @@ def test_wide_intervals_ask_for_a_search_and_narrow_ones_allow_the_merge() -> No
     assert decide(evidence(((-0.09, 0.15), (-0.02, 0.02)))).outcome == "merge"  # at most 0.1 = half of the gain
 
 
+def test_experts_that_learned_the_same_overshoot_in_a_plain_sum() -> None:
+    v = decide(evidence(((0.12, 0.3), (0.11, 0.3))))
+    assert v.outcome == "search" and "lambda 0.5" in v.reasons[0]
+    assert decide(evidence(((0.12, 0.3), (0.05, 0.3)))).outcome == "merge"
+
+
 def test_auc_by_hand() -> None:
     assert auc([3.0, 2.0], [1.0, 2.0]) == pytest.approx(3.5 / 4)
     assert auc([], [1.0]) is None
@@ -52,7 +58,7 @@ def row(kind: str, cosine: float | None, kept: float | None, outcome: str = "mer
     return {
         "kind": kind,
         "predictors": {"cosine": cosine},
-        "retention": [kept, 1.0],
+        "retention": {"1": [kept, 1.0], "0.5": [1.0, 1.0]},
         "verdict": {"outcome": outcome},
     }
 
@@ -67,10 +73,15 @@ def test_judging_counts_what_is_known_and_ranks_by_the_gain_kept() -> None:
     ]
     got = judge(rows)
     assert got["predictors"]["cosine"]["auc_conflict_lower"] == 1.0
-    assert got["predictors"]["cosine"]["spearman"] == pytest.approx(1.0)
-    assert got["predictors"]["cosine"]["known"] == 5 and got["predictors"]["cosine"]["ranked"] == 4
+    assert got["predictors"]["cosine"]["known"] == 5
+    assert got["predictors"]["cosine"]["gain_kept"]["1"] == {
+        "spearman": pytest.approx(1.0),
+        "p": pytest.approx(0.0),
+        "pairs": 4,
+    }
+    assert got["predictors"]["cosine"]["gain_kept"]["0.5"]["spearman"] is None  # all kept the same: nothing to rank
     assert got["verdicts"]["conflict"] == {"do not merge": 1, "not enough data": 1}
-    assert got["least_gain_kept"]["conflict"] == pytest.approx(0.1)
+    assert got["least_gain_kept"]["1"]["conflict"] == pytest.approx(0.1)
     assert got["pairs_whose_experts_both_gained"] == {"conflict": 1, "helpful": 1, "unrelated": 3}
 
 

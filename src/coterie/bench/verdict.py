@@ -2,8 +2,9 @@
 
 For each pair number a task A and a task B of another domain are taken, and four experts are trained from the base: A, A
 with the reward turned around (*conflict*: same prompts, opposite reward), A on other problems (*helpful*), and B
-(*unrelated*). Each pair is merged by sum, and its gain retention measured on held-out problems. Every predictor is then
-judged twice: does it separate conflict from the rest (AUC), and does it rank the pairs by the gain they keep (Spearman)?
+(*unrelated*). Each pair is merged by sum, with lambda 1 and 0.5, and its gain retention measured on held-out problems. Every
+predictor is then judged twice: does it separate conflict from the rest (AUC), and does it rank the pairs by the gain they keep
+(Spearman)?
 Predictors see the probe problems and a set of held-out problems that the retention is *not* measured on.
 """
 
@@ -46,6 +47,7 @@ PAIRS = (
     ("chain_sum", "gcd"),
 )
 KINDS = ("conflict", "helpful", "unrelated")
+LAMBDAS = (1.0, 0.5)
 Rates = dict[str, list[float]]
 
 
@@ -101,9 +103,9 @@ class Workshop:
             trainer.train_step()
         return {n: w - self.base[n] for n, w in p.policy.weights().items()}
 
-    def rates(self, deltas: Sequence[dict[str, Tensor]], tasks: Sequence[str], kept: bool) -> Rates:
-        """Shares of right answers of base + sum of deltas, per task and problem."""
-        self._set({n: sum(d[n] for d in deltas) for n in self.base} if deltas else {})
+    def rates(self, deltas: Sequence[dict[str, Tensor]], tasks: Sequence[str], kept: bool, lam: float = 1.0) -> Rates:
+        """Shares of right answers of base + lam * sum of deltas, per task and problem."""
+        self._set({n: lam * sum(d[n] for d in deltas) for n in self.base} if deltas else {})
         problems = {t: (self.kept if kept else self.seen)[t] for t in tasks}
         p = self.parts
         sampling = training_sampling(p.cfg.rollout)
@@ -127,7 +129,7 @@ def run(
     samples: int = 4,
     probe: int = 32,
     seed: int = 0,
-    out: str = "",
+    log: str = "",
 ) -> dict[str, Any]:
     """``pairs`` per kind. ``problems`` held-out problems per task, once for predictors and once for the outcome; ``probe``
     problems per task for gradients. ``log``: a JSONL file to which finished pairs are appended, and from which a stopped
@@ -172,20 +174,21 @@ def _one(shop: Workshop, n: int, probe: int, seed: int) -> list[dict[str, Any]]:
     base = {kept: shop.rates([], [a, b], kept=kept) for kept in (False, True)}
     rows = []
     for kind, m in second.items():
-        merged = shop.rates([deltas[first], deltas[m]], [a, b], kept=True)
+        merged = {lam: shop.rates([deltas[first], deltas[m]], [a, b], kept=True, lam=lam) for lam in LAMBDAS}
         alone = {x: shop.rates([deltas[x]], [a, b], kept=True) for x in (first, m)}
-        kept = [
-            retention(_turned(base[True], x), _turned(alone[x], x), _turned(merged, x), [x.task]) for x in (first, m)
-        ]
+        kept = {
+            lam: [retention(_turned(base[True], x), _turned(alone[x], x), _turned(r, x), [x.task]) for x in (first, m)]
+            for lam, r in merged.items()
+        }
         found = figures(halves(scores, kind), "mean")
         rows.append(
             {
                 "pair": n,
                 "kind": kind,
                 "members": [asdict(first), asdict(m)],
-                "gain": [k["expert_gain"] for k in kept],
-                "merged_gain": [k["score"] - k["base"] for k in kept],
-                "retention": [k["gain_retention"] for k in kept],
+                "gain": [k["expert_gain"] for k in kept[1.0]],
+                "merged_gain": {f"{lam:g}": [k["score"] - k["base"] for k in ks] for lam, ks in kept.items()},
+                "retention": {f"{lam:g}": [k["gain_retention"] for k in ks] for lam, ks in kept.items()},
                 **_predictors(base[False], seen, first, m, found, deltas[first], deltas[m]),
                 "seconds": round((time.perf_counter() - began) / 3, 1),
             }
@@ -277,30 +280,35 @@ def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 [v for v, r in zip(value, known, strict=True) if r["kind"] != "conflict"],
                 [v for v, r in zip(value, known, strict=True) if r["kind"] == "conflict"],
             ),
-            **_ranks(known, value),
+            "gain_kept": {f"{lam:g}": _ranks(known, value, f"{lam:g}") for lam in LAMBDAS},
             "known": len(known),
         }
-    verdicts = {k: _count(r["verdict"]["outcome"] for r in rows if r["kind"] == k) for k in KINDS}
-    kept = {k: [x for r in rows if r["kind"] == k and (x := _kept(r)) is not None] for k in KINDS}
+    lams = [f"{lam:g}" for lam in LAMBDAS]
+    kept = {
+        lam: {k: [x for r in rows if r["kind"] == k and (x := _kept(r, lam)) is not None] for k in KINDS}
+        for lam in lams
+    }
     return {
         "predictors": predictors,
-        "verdicts": verdicts,
-        "least_gain_kept": {k: (float(np.mean(v)) if v else None) for k, v in kept.items()},
-        "pairs_whose_experts_both_gained": {k: len(v) for k, v in kept.items()},
+        "verdicts": {k: _count(r["verdict"]["outcome"] for r in rows if r["kind"] == k) for k in KINDS},
+        "least_gain_kept": {
+            lam: {k: (float(np.mean(v)) if v else None) for k, v in of.items()} for lam, of in kept.items()
+        },
+        "pairs_whose_experts_both_gained": {k: len(v) for k, v in kept["1"].items()},
     }
 
 
-def _kept(row: dict[str, Any]) -> float | None:
-    return min(row["retention"]) if None not in row["retention"] else None
+def _kept(row: dict[str, Any], lam: str) -> float | None:
+    return None if None in row["retention"][lam] else min(row["retention"][lam])
 
 
-def _ranks(rows: Sequence[dict[str, Any]], value: Sequence[float]) -> dict[str, Any]:
-    both = [(v, k) for v, r in zip(value, rows, strict=True) if (k := _kept(r)) is not None]
+def _ranks(rows: Sequence[dict[str, Any]], value: Sequence[float], lam: str) -> dict[str, Any]:
+    both = [(v, k) for v, r in zip(value, rows, strict=True) if (k := _kept(r, lam)) is not None]
     x, y = [v for v, _ in both], [k for _, k in both]
     if len(both) < 4 or len(set(x)) < 2 or len(set(y)) < 2:
-        return {"spearman": None, "spearman_p": None, "ranked": len(both)}
+        return {"spearman": None, "p": None, "pairs": len(both)}
     found = scipy_stats.spearmanr(x, y)
-    return {"spearman": float(found.statistic), "spearman_p": float(found.pvalue), "ranked": len(both)}
+    return {"spearman": float(found.statistic), "p": float(found.pvalue), "pairs": len(both)}
 
 
 def auc(high: Sequence[float], low: Sequence[float]) -> float | None:

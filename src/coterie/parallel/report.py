@@ -15,7 +15,7 @@ from rich.table import Table
 from coterie.config import Config
 from coterie.merging.compatibility import Evidence, decide
 from coterie.parallel.plan import Job, all_tasks
-from coterie.parallel.scores import difference, rates, retention, score
+from coterie.parallel.scores import difference, pooled, rates, retention, score
 from coterie.rundir import read_jsonl, write_atomic
 
 FORMAT = 1
@@ -43,6 +43,7 @@ def summary(
         if (alone := f"shrink/{name}") in of:
             entry["interference"] = difference(of["merged"], of[alone], tasks)
         domains[name] = entry
+    own = [(of[f"expert/{n}"], tasks) for n, tasks in cfg.parallel.experts.items()]
     untrained = [t for t in cfg.tasks if t not in all_tasks(cfg)]
     return {
         "format": FORMAT,
@@ -68,7 +69,7 @@ def summary(
             for m, e in evaluations.items()
         },
         "verdicts": _verdicts(cfg, of),
-        "mean_kept": {m: _mean_kept(domains, m) for m in others if not m.startswith("shrink/")},
+        "kept": {m: pooled(of["base"], own, of[m]) for m in others if not m.startswith("shrink/")},
         "seconds": {j.name: sum(_seconds(r) for r in j.runs) for j in jobs},
         "weights": {
             "experts": weights["all"]["experts"],
@@ -105,17 +106,8 @@ def _pair(found: Mapping[str, Any]) -> tuple[float, float]:
     return low, high
 
 
-def _mean_kept(domains: Mapping[str, Any], model: str) -> dict[str, float | None]:
-    """Mean over domains of both retentions; over those where they are defined."""
-    kept = [d["kept"][model] for d in domains.values()]
-    return {
-        key: _mean([k[key] for k in kept if k[key] is not None], none=True)
-        for key in ("score_retention", "gain_retention")
-    }
-
-
-def _mean(values: Sequence[float], none: bool = False) -> Any:
-    return math.fsum(values) / len(values) if values else (None if none else 0.0)
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
 
 
 def _seconds(cfg: Config) -> float:
@@ -137,9 +129,9 @@ def print_summary(result: Mapping[str, Any], console: Console) -> None:
         table.add_row("untrained", "", *(f"{result['untrained']['scores'][m]:.3f}" for m in shown))
     table.add_row("all tasks", "", *(f"{result['models'][m]['score']:.3f}" for m in shown))
     console.print(table)
-    kept = Table("kept of the experts", *result["mean_kept"], box=None)
+    kept = Table("kept of the experts", *result["kept"], box=None)
     for key, title in (("gain_retention", "of the gain"), ("score_retention", "of the score")):
-        kept.add_row(title, *(percent(k[key]) for k in result["mean_kept"].values()))
+        kept.add_row(title, *(percent(k[key]) for k in result["kept"].values()))
     console.print(kept)
     for v in result["verdicts"]:
         line = f"- {' and '.join(v['experts'])}: {v['outcome']}; {'; '.join(v['reasons'])}"

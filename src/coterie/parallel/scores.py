@@ -65,6 +65,22 @@ def retention(base: Rates, expert: Rates, model: Rates, tasks: Sequence[str]) ->
     }
 
 
+def pooled(base: Rates, experts: Sequence[tuple[Rates, Sequence[str]]], model: Rates) -> dict[str, Any]:
+    """What ``model`` keeps over all experts (each with its tasks): ``sum (model - base) / sum (expert - base)``, and the same
+    of the scores. Sums first: a mean of ratios would be ruled by the expert that gained least."""
+    of = np.array([[score(m, tasks) for m in (base, e, model)] for e, tasks in experts])  # [D, 3]
+    draws = sum(resampled([base, e, model], tasks, seed=i) for i, (e, tasks) in enumerate(experts))  # [3, R]
+    assert isinstance(draws, np.ndarray)
+    b, e, m = of.sum(0)
+    gain, kept = draws[1] - draws[0], draws[2] - draws[0]  # [R]
+    defined = _interval(gain)[0] > 0
+    return {
+        "score_retention": float(m / e) if e else None,
+        "gain_retention": float((m - b) / (e - b)) if defined else None,
+        "gain_retention_interval": _interval(kept[gain > 0] / gain[gain > 0]) if defined else None,
+    }
+
+
 def difference(first: Rates, second: Rates, tasks: Sequence[str]) -> dict[str, Any]:
     """``first - second`` with its interval."""
     draws = resampled([first, second], tasks)  # [2, R]

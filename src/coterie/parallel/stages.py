@@ -94,12 +94,15 @@ def compare_times(jobs: list[Job]) -> dict[str, Any] | None:
     from itertools import combinations
 
     from coterie.merging.crosstime import coherence, cross_time, load_updates
+    from coterie.merging.sketch import CountSketch
 
     if not all(j.runs[0].parallel.log_updates for j in jobs):
         return None
+    width = jobs[0].runs[0].parallel.log_updates
     logged = {j.name: load_updates(Path(j.runs[0].run_dir)) for j in jobs}
     return {
-        "sketch_width": jobs[0].runs[0].parallel.log_updates,
+        "sketch_width": width,
+        "floor": CountSketch(width).floor,
         "coherence": {n: coherence(u) for n, u in logged.items()},
         "pairs": [{"experts": [a, b], **cross_time(logged[a], logged[b])} for a, b in combinations(logged, 2)],
     }
