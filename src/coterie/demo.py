@@ -22,9 +22,9 @@ from coterie.errors import CoterieError, UserError
 from coterie.rundir import read_jsonl
 
 NODES = 4
-STEPS = 30
+STEPS = 36
 ARMS = {"alone": {"peer_groups": 0, "share": "nothing"}, "sharing": {"peer_groups": 4, "share": "informative"}}
-TASKS = ("gcd", "count_bits", "spell_backward")
+TASKS = ("spell_backward", "letter_counting", "count_bits")
 
 
 def demo_config(run_dir: Path, arm: str, seed: int) -> Config:
@@ -39,8 +39,8 @@ def demo_config(run_dir: Path, arm: str, seed: int) -> Config:
             "seed": seed,
             "threads": 1,
             "tasks": {t: known[t].model_dump() for t in TASKS},
-            "rollout": {"problems": 4, "group_size": 8, "max_new_tokens": 48},
-            "optim": {"lr": 5e-4},
+            "rollout": {"problems": 4, "group_size": 8, "max_new_tokens": 64},
+            "optim": {"lr": 2e-4},
             "eval": {"every": STEPS // 3, "problems": 24, "samples": 2},
             "checkpoint": {"every": STEPS},
             "swarm": ARMS[arm],
@@ -129,18 +129,21 @@ def _rows(folder: Path) -> list[_Row]:
 def _table(run_dir: Path) -> Table:
     rows = {arm: _rows(run_dir / arm) for arm in ARMS}
     table = Table("step", box=None, header_style="bold", pad_edge=False)
-    for title in ("own reward", "held-out", "informative"):
+    for title in ("own reward", "held-out"):
         for arm in ARMS:
-            table.add_column(f"{title}\n{arm}", justify="right")
-    table.add_column("tokens/s\nper node", justify="right")
-    table.add_column("truncated", justify="right")
+            table.add_column(f"{title}\n{arm}", justify="right", no_wrap=True)
+    for title in ("informative\nsharing", "tokens/s\nper node", "truncated\nsharing"):
+        table.add_column(title, justify="right", no_wrap=True)
     for alone, sharing in zip(*rows.values(), strict=False):
-        cells = []
-        for key in ("own/reward", "eval/accuracy", "own/informative"):
-            cells += [f"{r.values[key]:.3f}" if key in r.values else "" for r in (alone, sharing)]
-        speed, cut = sharing.values.get("time/tokens_per_s"), sharing.values.get("own/truncated")
-        table.add_row(f"{alone.step}/{STEPS}", *cells, f"{speed:,.0f}" if speed else "", f"{cut:.0%}" if speed else "")
+        both = [(key, r) for key in ("own/reward", "eval/accuracy") for r in (alone, sharing)]
+        cells = [_cell(r, key, "{:.3f}") for key, r in both]
+        cells += [_cell(sharing, "own/informative", "{:.0%}"), _cell(sharing, "time/tokens_per_s", "{:,.0f}")]
+        table.add_row(f"{alone.step}/{STEPS}", *cells, _cell(sharing, "own/truncated", "{:.0%}"))
     return table
+
+
+def _cell(row: _Row, key: str, form: str) -> str:
+    return form.format(row.values[key]) if key in row.values else ""
 
 
 def _last_words(console: Console, run_dir: Path, seconds: float) -> None:
