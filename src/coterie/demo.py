@@ -128,11 +128,12 @@ def _rows(folder: Path) -> list[_Row]:
 
 def _table(run_dir: Path) -> Table:
     rows = {arm: _rows(run_dir / arm) for arm in ARMS}
-    table = Table("step", box=None, header_style="bold", pad_edge=False)
-    for title in ("own reward", "held-out"):
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("\n\nstep", no_wrap=True)
+    for title in ("own\nreward", "\nheld-out"):
         for arm in ARMS:
             table.add_column(f"{title}\n{arm}", justify="right", no_wrap=True)
-    for title in ("informative\nsharing", "tokens/s\nper node", "truncated\nsharing"):
+    for title in ("informative\ngroups\nsharing", "tokens/s\nper node\nsharing", "truncated\nanswers\nsharing"):
         table.add_column(title, justify="right", no_wrap=True)
     for alone, sharing in zip(*rows.values(), strict=False):
         both = [(key, r) for key in ("own/reward", "eval/accuracy") for r in (alone, sharing)]
