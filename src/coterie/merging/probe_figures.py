@@ -256,7 +256,7 @@ def _reading(pair: dict[str, Any], controls: dict[str, Any], floor: float) -> st
     if high < 0:
         return f"{names}: their gradients oppose each other (interval of I below 0)"
     if blind:
-        return f"{names}: not enough data: {' and '.join(blind)} against itself is not resolved either, so nothing can be said"
+        return f"{names}: not enough data: not even problems of {' or of '.join(blind)} agree with each other"
     if pair["cosine_interval"] is None:
         return f"{names}: no overlap seen, but its size cannot be bounded with this sample; ask for more problems"
     least, most = pair["cosine_interval"]
