@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ from coterie.engines.stopping import Stopping
 from coterie.engines.weights import Weights, lay_out, version, why_not
 from coterie.errors import CoterieError, UserError
 from coterie.types import Sample, Sampling, StopReason
+
+_LEAVE = 8  # finished rows leave when that makes one such step fewer: decoders compute rows in steps of this size
 
 
 class Samplable(Protocol):
@@ -56,7 +58,7 @@ class TorchEngine:
     """Samples from ``policy`` as its weights are when :meth:`generate` is called.
 
     Rows are decoded in waves of at most ``token_budget`` tokens held in the key/value cache (a single row longer than
-    that still runs). Prompts of similar length share a wave; a finished row leaves it at once.
+    that still runs). Prompts of similar length share a wave; finished rows leave it.
     """
 
     def __init__(self, policy: Samplable, token_budget: int = 16384, *, reference: bool = False) -> None:
@@ -113,11 +115,12 @@ class TorchEngine:
         logits = decoder.prefill(prompts, [number[r.prompt] for r in rows], stopping.max_new_tokens)  # [R, V]
         while True:
             tokens, ended = wave.advance(sampler, logits)  # [R]
-            yield from ended.values()
-            if len(ended) == len(wave.rows):
+            yield from ended
+            count = len(wave.rows)
+            if len(wave.ended) == count:
                 return
-            if ended:
-                order = fill_holes(len(wave.rows), ended)
+            if (count - len(wave.ended) + _LEAVE - 1) // _LEAVE < (count + _LEAVE - 1) // _LEAVE:
+                order = fill_holes(count, wave.ended)
                 decoder.keep(order)
                 wave.keep(order)
                 tokens = tokens[order]  # [R]
@@ -134,19 +137,20 @@ class TorchEngine:
 
 
 class _Wave:
-    """Rows decoded together: what each has sampled so far, and the uniforms it will use."""
+    """Rows decoded together: what each has sampled so far, the uniforms it will use, and which have ended."""
 
     def __init__(self, rows: list[_Row], stopping: Stopping) -> None:
         self.rows = rows
         self.stopping = stopping
         self.step = 0
+        self.ended: set[int] = set()  # rows that are decoded on, unheard, until enough of them leave together
         self.uniforms = np.stack([uniforms(r.seed, r.places[1], stopping.max_new_tokens) for r in rows])  # [R, max]
         self.ids = np.empty(self.uniforms.shape, np.int32)  # [R, max]
         self.logprobs = np.empty(self.uniforms.shape, np.float32)  # [R, max]
 
     @torch.inference_mode()
-    def advance(self, sampler: Sampler, logits: Tensor) -> tuple[Tensor, dict[int, tuple[int, int, Sample]]]:
-        """Sample one token of every row. Returns the tokens [R] and what the rows that ended have become."""
+    def advance(self, sampler: Sampler, logits: Tensor) -> tuple[Tensor, list[tuple[int, int, Sample]]]:
+        """Sample one token of every row. Returns the tokens [R] and what the rows that ended now have become."""
         uniform = torch.tensor(self.uniforms[:, self.step], device=logits.device)  # [R]
         tokens, logprobs = sampler.draw(logits, uniform)  # [R], [R]
         self.ids[:, self.step] = tokens.cpu().numpy()
@@ -154,19 +158,23 @@ class _Wave:
         if not np.isfinite(self.logprobs[:, self.step]).all():
             raise CoterieError(f"generate: the policy's logits are not finite after {self.step} tokens")
         self.step += 1
-        ended = {k: (*self.rows[k].places, self._sample(k, *why)) for k, why in self._ended()}
-        return tokens, ended
+        ended = {k: (*self.rows[k].places, self._sample(k, *why)) for k, why in self._newly_ended()}
+        self.ended |= ended.keys()
+        return tokens, list(ended.values())
 
     def keep(self, order: list[int]) -> None:
         self.rows = [self.rows[k] for k in order]
         self.uniforms, self.ids, self.logprobs = self.uniforms[order], self.ids[order], self.logprobs[order]
+        self.ended.clear()
 
-    def _ended(self) -> Iterator[tuple[int, tuple[StopReason, str | None]]]:
+    def _newly_ended(self) -> Iterator[tuple[int, tuple[StopReason, str | None]]]:
         newest = self.ids[:, self.step - 1].tolist()
         suspects: Iterable[int] = range(len(self.rows))
         if not self.stopping.stop and self.step < self.stopping.max_new_tokens:  # only an end token can end a row
             suspects = [k for k, token in enumerate(newest) if token in self.stopping.eos_ids]
         for k in suspects:
+            if k in self.ended:
+                continue
             why = self.stopping.check(self.ids[k, : self.step].tolist())
             if why is not None:
                 yield k, why
@@ -175,7 +183,7 @@ class _Wave:
         return Sample(self.ids[k, : self.step].copy(), self.logprobs[k, : self.step].copy(), reason, stop)
 
 
-def fill_holes(count: int, ended: dict[int, Any]) -> list[int]:
+def fill_holes(count: int, ended: Collection[int]) -> list[int]:
     """Places of the rows that stay, in an order that moves as few as possible: the last ones fill the holes."""
     left = count - len(ended)
     movers = (k for k in range(left, count) if k not in ended)
