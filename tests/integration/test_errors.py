@@ -90,7 +90,7 @@ def test_ro05_too_long_prompts_are_dropped_and_counted_never_cut(tmp_path):
         "--rollout.max_prompt_tokens",
         "2",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     steps = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["step"]]
     assert all(r["own/prompts_too_long"] == 2 and r["policy/nothing_to_train"] == 1 for r in steps)
@@ -100,7 +100,7 @@ def test_no_disk_is_one_line_and_earlier_work_is_kept(tmp_path):
     """A file-size limit stands in for a full disk: the first write beyond it fails in the same place."""
     (tmp_path / "c.toml").write_text(BASE)
     command = [sys.executable, "-m", "coterie.cli", "train", "c.toml", "--run_dir", "run"]
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=600).returncode == 0
 
     def limit() -> None:
         import signal
@@ -110,10 +110,10 @@ def test_no_disk_is_one_line_and_earlier_work_is_kept(tmp_path):
 
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     more = [*command, "--steps", "4"]
-    done = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=120, preexec_fn=limit, env=env)
+    done = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=600, preexec_fn=limit, env=env)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "cannot write checkpoint" in done.stderr and "Traceback" not in done.stderr
-    assert subprocess.run(more, cwd=tmp_path, capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run(more, cwd=tmp_path, capture_output=True, timeout=600).returncode == 0
     assert [r["step"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 

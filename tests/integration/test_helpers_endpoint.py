@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,8 @@ def test_another_tokenizer_or_unasked_ids_leave_logprobs_unknown(folder: Path) -
     ],
 )
 def test_a_fault_is_a_failed_question_and_the_rollout_goes_on(fault: str, kind: str) -> None:
-    with serving(faulty) as server, helper_set(server.url, {"verify": fault}, timeout_s=0.3) as helpers:
+    patience = 0.3 if kind == "timeout" else 60.0
+    with serving(faulty) as server, helper_set(server.url, {"verify": fault}, timeout_s=patience) as helpers:
         (t,) = ask(helpers)
     assert t.failed is not None and t.failed.startswith(f"helper verify: {kind}: ")
     assert "\n" not in t.failed and "\x1b" not in t.failed  # shown on a terminal
@@ -173,22 +175,21 @@ def test_the_breaker_stops_asking_and_solo_rollouts_take_over() -> None:
 
 
 def test_rows_that_wait_do_not_hold_up_the_others_and_questions_overlap() -> None:
-    """Eight questions of 0.3 s take about 0.3 s, and the row that asks nobody is done before any of them."""
+    """No reply is sent before all eight questions are there; the row that asks nobody is done before any of them."""
+    together = threading.Barrier(8, timeout=60)
 
     def slow(h: Any, body: dict[str, Any]) -> None:
-        time.sleep(0.3)
+        together.wait()
         h.send_json(200, completion("sound"))
 
     def script(text: str) -> str:
         return "4~" if "Q1" in text or "<feedback>" in text else "x<verify>1</verify>"
 
-    with serving(slow) as server, helper_set(server.url, {"verify": "m"}) as helpers:
+    with serving(slow) as server, helper_set(server.url, {"verify": "m"}, timeout_s=60.0) as helpers:
         starts = [DialogueStart(q, helpers.prompt_ids(q), 1, 8 - 7 * (q == "Q1")) for q in ("Q0", "Q1")]
-        begin = time.monotonic()
         rows = list(run_dialogues(ScriptEngine(script), starts, helpers, Sampling(200)))
-        took = time.monotonic() - begin
     assert rows[0][0] == 1 and len(rows) == 9
-    assert took < 8 * 0.3 / 2  # one after the other: 2.4 s
+    assert all(t.failed is None for _, _, t in rows)
 
 
 def test_concurrency_is_limited() -> None:

@@ -40,7 +40,7 @@ def start(tmp_path, name):
 
 
 def finish(process):
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 0, out
     return out
 
@@ -102,5 +102,5 @@ def test_many_kills(tmp_path, seed):
 def test_the_same_command_on_a_finished_run_refuses(tmp_path):
     finish(start(tmp_path, "whole"))
     process = start(tmp_path, "whole")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert process.returncode == 2 and "this run is finished" in out and "Traceback" not in out
