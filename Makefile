@@ -24,7 +24,7 @@ demo-smollm2: setup
 	$(BIN)/coterie train configs/smollm2.toml --steps 3 --run_dir runs/smollm2-demo
 
 test: setup
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
