@@ -161,18 +161,18 @@ def table(records: list[dict[str, Any]]) -> str:
     for arm, rows in of.items():
         if not rows:
             continue
-        seeds = sorted(rows.keys() & of["clean"].keys())
-        mean = {a: [float(np.mean(of[a][s]["accuracy"])) for s in seeds] for a in (arm, "clean")}
+        mean = float(np.mean([r["accuracy"] for r in rows.values()]))
+        pairs = sorted(rows.keys() & of["clean"].keys())
         shown = ["", ""]
-        if arm != "clean" and len(seeds) > 1:
-            c = compare_paired(mean[arm], mean["clean"])
+        if arm != "clean" and len(pairs) > 1:
+            c = compare_paired(*([float(np.mean(of[a][s]["accuracy"])) for s in pairs] for a in (arm, "clean")))
             shown = [f"{100 * c.difference:+.1f}", f"{100 * c.low:+.1f} to {100 * c.high:+.1f}"]
         used = sum(sum(r.get("hostile_used", [])) for r in rows.values())
         total = sum(sum(r["peer_groups_used"]) for r in rows.values())
         bars = np.mean([np.mean(r.get("quarantines", [0])) for r in rows.values()])
         text, length = (np.mean([r[k] for r in rows.values()]) for k in ("infected", "length"))
-        cells = [arm, f"{np.mean(mean[arm]):.3f}", *shown, f"{used}", f"{total}", f"{bars:.1f}", f"{text:.0%}"]
-        lines.append(f"| {' | '.join(cells)} | {length:.1f} | {len(seeds)} |")
+        cells = [arm, f"{mean:.3f}", *shown, f"{used}", f"{total}", f"{bars:.1f}", f"{text:.0%}"]
+        lines.append(f"| {' | '.join(cells)} | {length:.1f} | {len(rows)} |")
     return "\n".join(lines)
 
 
