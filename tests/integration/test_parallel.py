@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from coterie.parallel.plan import Job, expert_jobs
 from coterie.parallel.run import parallel
 
 CONFIG = """
-steps = 6
+steps = 4
 threads = 1
 [model]
 name = "tiny"
@@ -65,7 +66,7 @@ def start(folder: Path) -> "subprocess.Popen[str]":
 
 def kill_expert(parent: int, name: str, run: Path) -> None:
     """SIGKILL the training process of one expert once it has saved a checkpoint."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not list(run.glob("checkpoints/step_*")):
         assert time.monotonic() < deadline, "the expert never saved a checkpoint"
         time.sleep(0.005)
@@ -81,20 +82,20 @@ def test_a_killed_expert_resumes_alone_and_everything_is_reported(tmp_path: Path
     run = tmp_path / "run"
     first = start(tmp_path)
     kill_expert(first.pid, "divisors", run / "experts" / "divisors")
-    out, _ = first.communicate(timeout=240)
+    out, _ = first.communicate(timeout=900)
     assert first.returncode == 1, out
     assert "divisors failed, exit code -9" in out and "the same command goes on" in out and "Traceback" not in out
     assert (run / "experts" / "bits" / "DONE").exists() and not (run / "experts" / "divisors" / "DONE").exists()
     before = (run / "experts" / "bits" / "model" / "model.safetensors").stat().st_mtime_ns
 
     second = start(tmp_path)
-    out, _ = second.communicate(timeout=240)
+    out, _ = second.communicate(timeout=900)
     assert second.returncode == 0, out
     assert "bits: finished before" in out and "divisors: resumed" in out
     assert (run / "experts" / "bits" / "model" / "model.safetensors").stat().st_mtime_ns == before
     lines = (run / "experts" / "divisors" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(x)["step"] for x in lines] == list(range(7))
-    assert (run / "experts" / "divisors" / "updates.f32").stat().st_size == 6 * 1024 * 4
+    assert [json.loads(x)["step"] for x in lines] == list(range(5))
+    assert (run / "experts" / "divisors" / "updates.f32").stat().st_size == 4 * 1024 * 4
 
     result = json.loads((run / "parallel.json").read_text())
     assert set(result["models"]) == {
@@ -114,27 +115,27 @@ def test_a_killed_expert_resumes_alone_and_everything_is_reported(tmp_path: Path
         parallel(other)
 
 
-def test_an_expert_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
-    cfg = load_config(
-        None, ["--run_dir", str(tmp_path), "--tasks.gcd", "{}", "--model.name", str(tmp_path / "nothing")]
-    )
-    job = Job("lost", (cfg.model_copy(update={"run_dir": str(tmp_path / "lost"), "threads": 1}),))
-    notes: list[str] = []
-    with pytest.raises(Failed, match=r"lost failed, exit code 2: .*no such folder"):
-        carry_out(job, tmp_path, 3, notes.append, Processes())
-    assert len(notes) == 1
-
-
-def test_a_job_that_may_be_retried_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_of(tmp_path: Path) -> Job:
     (tmp_path / "c.toml").write_text(CONFIG)
-    job = expert_jobs(load_config(tmp_path / "c.toml", ["--run_dir", str(tmp_path)]))[0]
-    codes = [-9, 0]
+    return expert_jobs(load_config(tmp_path / "c.toml", ["--run_dir", str(tmp_path)]))[0]
 
-    def died_once(self: Processes, command: list[str], log: Path, threads: int) -> int:
+
+def ending_with(codes: list[int]) -> Callable[..., int]:
+    def run(self: Processes, command: list[str], log: Path, threads: int) -> int:
         log.write_text("last words\n")
         return codes.pop(0)
 
-    monkeypatch.setattr(Processes, "run", died_once)
+    return run
+
+
+def test_a_config_that_cannot_be_used_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Processes, "run", ending_with([2]))
+    with pytest.raises(Failed, match="bits failed, exit code 2: last words"):
+        carry_out(job_of(tmp_path), tmp_path, 3, print, Processes())
+
+
+def test_a_job_that_may_be_retried_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Processes, "run", ending_with([-9, 0]))
     notes: list[str] = []
-    carry_out(job, tmp_path, 1, notes.append, Processes())
+    carry_out(job_of(tmp_path), tmp_path, 1, notes.append, Processes())
     assert "exit code -9: last words" in notes[1] and "from its last checkpoint" in notes[1]
