@@ -7,11 +7,16 @@ Everywhere else, products are PyTorch's own. Results of the two differ by roundi
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
+
+# oneDNN keeps a compiled kernel for each shape, 1024 by default. Shapes of packed batches hardly ever repeat, so those
+# kernels only fill memory (a run of `tiny` grew by 0.6 GB). Read when oneDNN is first used.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 _onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
