@@ -22,7 +22,7 @@ from coterie.errors import CoterieError, UserError
 from coterie.rundir import read_jsonl
 
 NODES = 4
-STEPS = 36
+STEPS = 30
 ARMS = {"alone": {"peer_groups": 0, "share": "nothing"}, "sharing": {"peer_groups": 4, "share": "informative"}}
 TASKS = ("spell_backward", "letter_counting", "count_bits")
 
