@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,12 +154,13 @@ def _last_words(console: Console, run_dir: Path, seconds: float) -> None:
 
     runs = [run_dir / arm / f"node_{i}" for arm in ARMS for i in range(NODES)]
     report = write_report(runs, run_dir / "report.html")
+    coterie = "coterie" if shutil.which("coterie") else os.path.relpath(sys.argv[0])
     console.print(
         f"\n{seconds:.0f} s on the CPU, offline. Own reward: mean over nodes and the steps since the row above. One seed of a "
         f"small demo: what sharing does is measured in docs/results/.\n\nreport: {report}\n\nnext:\n"
-        "  coterie train configs/tiny.toml            one node, four tasks, a few minutes\n"
-        "  coterie swarm run configs/swarm.toml --nodes 4   processes that share through a file\n"
-        "  coterie eval tiny --tasks all -k 1,8 --problems 50   what the base model can do",
+        f"  {coterie} train configs/tiny.toml    # one node, four tasks, a few minutes\n"
+        f"  {coterie} swarm run configs/swarm.toml --nodes 4    # processes that share through a file\n"
+        f"  {coterie} eval tiny --tasks all -k 1,8 --problems 50    # what the base model can do",
         highlight=False,
         soft_wrap=True,
     )
