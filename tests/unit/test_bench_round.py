@@ -16,8 +16,8 @@ TRL = Path(".venv-bench/bin/python")
 
 
 def repetition(update: float, theirs: float) -> dict:
-    mine = {"seconds": update, "rollout_s": 1.0, "tokens": 100, "peak_mb": 50.0}
-    other = {"seconds": theirs, "rollout_s": 4.0, "tokens": 200, "peak_mb": 75.0}
+    mine = {"seconds": update, "cpu_s": 1.0, "rollout_s": 1.0, "rollout_cpu_s": 1.0, "tokens": 100, "peak_mb": 50.0}
+    other = {"seconds": theirs, "cpu_s": 6.0, "rollout_s": 4.0, "rollout_cpu_s": 5.0, "tokens": 200, "peak_mb": 75.0}
     return {
         "gemm": {"mkl": 100.0, "onednn": 200.0},
         "coterie": {"update": mine, "round": mine | {"seconds": 2.0}, "half": mine | {"seconds": 1.6}},
@@ -34,6 +34,7 @@ def test_ratios_are_medians_of_ratios_within_a_repetition() -> None:
     assert s["ratio_rollout_per_token"] == 2.0
     assert s["ratio_round"] == 4.0
     assert s["ratio_round_half"] == 5.0
+    assert s["ratio_cpu_update"] == 6.0 and s["ratio_cpu_rollout"] == 5.0
     assert s["ratio_peak"] == 1.5
     assert s["update_gflops"] == 100.0  # 200 GFLOP in the median of 10, 2 and 1 seconds
     assert s["update_fraction_of_onednn"] == 0.5

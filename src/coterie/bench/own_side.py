@@ -82,22 +82,22 @@ class Side:
     def update(self) -> dict[str, Any]:
         assert self.fixed is not None
         batch, olds, _ = self.fixed
-        start = time.perf_counter()
+        start = _clocks()
         loss, norm = self._train(batch, olds)
-        return {"seconds": time.perf_counter() - start, "loss": loss, "grad_norm": norm}
+        return _since(start) | {"loss": loss, "grad_norm": norm}
 
     def full(self, informative: float = 1.0) -> dict[str, Any]:
         """One whole round; rewards are set so that a share of the groups is informative."""
-        start = time.perf_counter()
+        start = _clocks()
         groups = self._rolled()
-        rolled = time.perf_counter()
+        rolled = _since(start)
         signal = round(len(groups) * informative)
         marked = [_rewarded(g, i < signal) for i, g in enumerate(groups)]
         batch = collate(marked, group_advantages(marked, "mean_std", "own_mode"), ME, drop_zero_advantages=True)
         self._train(batch, None)
-        end = time.perf_counter()
+        spent = _since(start)
         tokens = sum(int((t.source == Source.POLICY).sum()) for g in groups for t in g.trajectories)
-        return {"seconds": end - start, "rollout_s": rolled - start, "tokens": tokens}
+        return spent | {"rollout_s": rolled["seconds"], "rollout_cpu_s": rolled["cpu_s"], "tokens": tokens}
 
     def gemm(self) -> dict[str, Any]:
         """Float32 GFLOP/s of products with the shapes of the update, the better of several: MKL's and oneDNN's."""
@@ -141,6 +141,15 @@ class Side:
             "trained_tokens": trained,
             "padded_tokens": int(batch.lengths.max()) * len(batch),
         }
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(start: tuple[float, float]) -> dict[str, float]:
+    """Wall and processor seconds (all threads of this process)."""
+    return {"seconds": time.perf_counter() - start[0], "cpu_s": time.process_time() - start[1]}
 
 
 def _old(part: Batch, rows: Any) -> Tensor:

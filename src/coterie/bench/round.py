@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +50,26 @@ CASES = {
     "smollm2": Case("smollm2", 8, 8, 64, 8, 768, 2),
     "smollm2-long-prompt": Case("smollm2", 8, 8, 32, 8, 1024, 2, prompt_words=320),
     "smollm2-long-answer": Case("smollm2", 8, 8, 256, 8, 768, 2, story=True),
+    "smollm2-quarter": Case("smollm2", 2, 8, 64, 8, 768, 2),
     "tiny": Case("tiny", 9, 8, 64, 72, 16384, 1),
 }
 
 
 def run(
-    cases: str = "tiny", repeats: int = 5, checkpointing: int = 0, folder: str = "", trl: str = ""
+    cases: str = "tiny",
+    repeats: int = 5,
+    warmup: int = 1,
+    threads: int = 0,
+    checkpointing: int = 0,
+    folder: str = "",
+    trl: str = "",
 ) -> dict[str, Any]:
     """Measure ``cases`` (names from ``CASES``, separated by commas).
 
     Args:
-        repeats: measured repetitions, after one for warm-up.
+        repeats: measured repetitions.
+        warmup: unmeasured rounds before them (the update is warm from the comparison of the losses).
+        threads: of each side; 0 is the case's own number.
         checkpointing: 1 lets TRL recompute activations (its default; less memory, more time). 0 is its faster setting.
         folder: gets CASE.json, written again after every repetition.
         trl: interpreter with TRL; default ``.venv-bench/bin/python`` in the current folder.
@@ -79,13 +88,14 @@ def run(
     results = {}
     for name in names:
         file = Path(folder) / f"{name}.json" if folder else None
-        results[name] = _measure(name, CASES[name], repeats, bool(checkpointing), python, file)
+        case = replace(CASES[name], threads=threads or CASES[name].threads)
+        results[name] = _measure(name, case, repeats, warmup, bool(checkpointing), python, file)
     Console(stderr=True).print(table(results))
     return results
 
 
 def _measure(
-    name: str, case: Case, repeats: int, checkpointing: bool, python: Path, file: Path | None
+    name: str, case: Case, repeats: int, warmup: int, checkpointing: bool, python: Path, file: Path | None
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = _settings(case)
@@ -101,7 +111,7 @@ def _measure(
         script = str(Path(__file__).with_name("trl_side.py"))
         other = _Side("TRL", [str(python), script], theirs, Path(folder))
         data: dict[str, Any] = {
-            "case": asdict(case) | {"name": name, "trl_checkpointing": checkpointing},
+            "case": asdict(case) | {"name": name, "warmup": warmup, "trl_checkpointing": checkpointing},
             "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()},
             "prompt_tokens": prepared["prompt_tokens"],
             "cost": prepared["cost"],
@@ -109,11 +119,12 @@ def _measure(
         }
         check = {side.name: side.ask("update") for side in (own, other)}  # also the warm-up of the update
         data["check"] = agreement(check["coterie"], check["TRL"])
-        own.ask("round")  # warm-up, of both
-        if (seen := other.ask("round")["prompt_tokens"]) != prepared["prompt_tokens"]:
-            raise CoterieError(f"bench round: prompts of {prepared['prompt_tokens']} tokens here, of {seen} in TRL")
+        for side in (own, other) * warmup:
+            side.ask("round")
         for _ in range(repeats):
             data["repetitions"].append(_repetition(own, other))
+            if (seen := data["repetitions"][-1]["trl"]["round"]["prompt_tokens"]) != prepared["prompt_tokens"]:
+                raise CoterieError(f"bench round: prompts of {prepared['prompt_tokens']} tokens here, of {seen} in TRL")
             data["summary"] = summary(data)
             if file is not None:  # after each, so that a run cut short leaves what it has
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +159,8 @@ def agreement(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
 
 
 def summary(data: dict[str, Any]) -> dict[str, float]:
-    """Medians over repetitions; ``ratio_*`` is TRL / coterie within a repetition (larger is better for coterie)."""
+    """Medians over repetitions; ``ratio_*`` is TRL / coterie within a repetition (larger is better for coterie), of wall
+    time, or (``ratio_cpu_*``, less moved by neighbours on a shared machine) of processor time."""
     reps = data["repetitions"]
 
     def median(values: list[float]) -> float:
@@ -183,6 +195,10 @@ def summary(data: dict[str, Any]) -> dict[str, float]:
         ),
         "ratio_round": ratio(("round", "seconds"), ("round", "seconds")),
         "ratio_round_half": ratio(("half", "seconds"), ("round", "seconds")),
+        "ratio_cpu_update": ratio(("update", "cpu_s"), ("update", "cpu_s")),
+        "ratio_cpu_rollout": ratio(("round", "rollout_cpu_s"), ("round", "rollout_cpu_s")),
+        "ratio_cpu_round": ratio(("round", "cpu_s"), ("round", "cpu_s")),
+        "ratio_cpu_round_half": ratio(("half", "cpu_s"), ("round", "cpu_s")),
         "ratio_peak": out["peak_mb_trl"] / out["peak_mb_coterie"],
         "gemm_mkl_gflops": rates["mkl"],
         "gemm_onednn_gflops": rates["onednn"],
@@ -227,8 +243,6 @@ def _settings(case: Case) -> dict[str, Any]:
 
 
 def _problems(case: Case) -> list[Any]:
-    from dataclasses import replace
-
     from coterie.config import TaskConfig
     from coterie.models import tiny_tasks
     from coterie.tasks import build_tasks

@@ -29,7 +29,7 @@ class Side(TrainerCallback):  # type: ignore[misc]
         self.settings = settings
         self.channel = channel
         self.command: dict[str, Any] = {}
-        self.loss = self.grad_norm = self.rollout_s = self.started = 0.0
+        self.loss = self.grad_norm = self.rollout_s = self.rollout_cpu_s = self.started = self.started_cpu = 0.0
         self.tokens = 0
         self.prompt_tokens: list[int] = []
 
@@ -43,9 +43,9 @@ class Side(TrainerCallback):  # type: ignore[misc]
         def timed_generate(inputs: Any) -> Any:
             if self.command["do"] == "update":
                 return fixed_batch(self.settings["batch"])
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             out = generate(inputs)
-            self.rollout_s = time.perf_counter() - start
+            self.rollout_s, self.rollout_cpu_s = time.perf_counter() - start, time.process_time() - cpu
             self.tokens = int(out["completion_mask"].sum())
             self.prompt_tokens = sorted(out["prompt_mask"].sum(1).tolist())[:: self.settings["group_size"]]
             return out
@@ -69,15 +69,17 @@ class Side(TrainerCallback):  # type: ignore[misc]
         self.next(control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
-        self.loss = self.rollout_s = 0.0
-        self.started = time.perf_counter()
+        self.loss = self.rollout_s = self.rollout_cpu_s = 0.0
+        self.started, self.started_cpu = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
-        seconds = time.perf_counter() - self.started
+        seconds, cpu = time.perf_counter() - self.started, time.process_time() - self.started_cpu
         self.answer(
             {
                 "seconds": seconds,
+                "cpu_s": cpu,
                 "rollout_s": self.rollout_s,
+                "rollout_cpu_s": self.rollout_cpu_s,
                 "tokens": self.tokens,
                 "prompt_tokens": self.prompt_tokens,
                 "loss": self.loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from coterie.engines.weights import Weights, lay_out, version, why_not
 from coterie.errors import CoterieError, UserError
 from coterie.types import Sample, Sampling, StopReason
 
+_LARGE = 50_000_000  # parameters from which freed memory is worth handing back to the system
 _LEAVE = 8  # finished rows leave when that makes one such step fewer: decoders compute rows in steps of this size
 
 
@@ -104,7 +106,11 @@ class TorchEngine:
 
     def release(self) -> None:
         """Drop the copy of the weights kept for decoding; the next :meth:`generate` makes it again."""
+        if self._laid_out is None:
+            return
         self._laid_out = None
+        if sum(p.numel() for p in self.policy.model.parameters()) >= _LARGE:
+            _trim()
 
     def _decode(
         self, decoder: Decoder, rows: list[_Row], sampler: Sampler, stopping: Stopping
@@ -134,6 +140,13 @@ class TorchEngine:
                 f"generate: a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the model's "
                 f"context of {limit}; lower max_new_tokens or max_prompt_tokens"
             )
+
+
+def _trim() -> None:
+    """Hand freed memory back. The C library keeps it, in holes that what comes next does not all fit into: half a
+    gigabyte of peak memory with 135M parameters. Nothing where the library has no such call."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class _Wave:
