@@ -11,6 +11,7 @@ setup: $(STAMP)
 # A constraints file pins torch, so that pip takes the CPU build where the machine offers one.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "coterie needs Python 3.11 or newer (found %s); try make PYTHON=python3.11 setup" % sys.version.split()[0])'
+	@echo "making the environment in $(VENV): about 1.7 GB, a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@

@@ -56,7 +56,7 @@ def emit(data: Any) -> None:
 
 @app.command()
 def demo(
-    run_dir: Annotated[Path, typer.Option(help="Where to write the run.")] = Path("runs/demo"),
+    run_dir: Annotated[Path, typer.Option("--run_dir", help="Where to write the runs.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
 ) -> None:
     """Offline, on the CPU, in about a minute: a tiny model learns; a table, a report, what to try next.
@@ -108,15 +108,17 @@ def _train(config: Path, overrides: list[str], dry_run: bool, as_json: bool) -> 
 def evaluate(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="tiny, smollm2, a Hugging Face id, a folder, or a run directory.")],
-    tasks: Annotated[str, typer.Option(help="Comma-separated task names, or a TOML file with [tasks.*].")],
+    tasks: Annotated[str, typer.Option(help="Task names a,b; all: those the model learned; or a TOML file.")] = "all",
     k: Annotated[str, typer.Option("-k", help="Values of k for pass@k.")] = "1",
     problems: Annotated[int, typer.Option(help="Held-out problems per task.")] = 100,
     samples: Annotated[int, typer.Option(help="Answers per problem; 0: the largest k.")] = 0,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens; 0: as in the config, else 64.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     mode: Annotated[str, typer.Option(help="plain | tagged (helpers' prompt, nobody answers) | helped.")] = "plain",
-    config: Annotated[Path | None, typer.Option(help="TOML file with [helpers] for --mode tagged and helped.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file whose helpers section --mode tagged and helped use.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Unbiased pass@k on held-out problems, per task, with intervals and the settings.
@@ -137,7 +139,8 @@ def evaluate(
         passes = [f"{t['pass'][str(x)]:.3f}" if str(x) in t["pass"] else "-" for x in ks]
         table.add_row(name, *passes, f"{low:.3f} - {high:.3f}", f"{t['mean_length']:.1f}", f"{t['truncated']:.0%}")
     Console().print(table)
-    typer.echo(f"mean pass@1 over tasks: {result['accuracy']:.3f}   settings: {json.dumps(result['settings'])}")
+    mean = "unknown (an answer key could not be read)" if result["accuracy"] is None else f"{result['accuracy']:.3f}"
+    typer.echo(f"mean pass@1 over tasks: {mean}   settings: {json.dumps(result['settings'])}")
 
 
 @app.command()

@@ -22,7 +22,7 @@ from coterie.errors import UserError
 class Section(BaseModel):
     """Base of every config section: unknown keys are errors, values are never coerced from the wrong kind."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):

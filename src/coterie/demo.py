@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 
 from coterie.config import Config, config_from_dict
-from coterie.errors import CoterieError, UserError
+from coterie.errors import CoterieError
 from coterie.rundir import read_jsonl
 
 NODES = 4
@@ -53,12 +54,12 @@ def demo_config(run_dir: Path, arm: str, seed: int) -> Config:
 def demo(run_dir: Path, seed: int) -> None:
     """Run both arms side by side, show a live table, write one report, and say what to try next.
 
+    A demo that was run before is left alone: the new one gets a number.
+
     Raises:
-        UserError: ``run_dir`` holds something already.
         CoterieError: an arm failed.
     """
-    if run_dir.exists() and any(run_dir.iterdir()):
-        raise UserError(f"{run_dir} is not empty; remove it or choose another with --run-dir")
+    run_dir = _free(run_dir)
     console = Console()
     console.print(
         f"{NODES} nodes with the tiny model learn {', '.join(TASKS)}: once alone, once sharing what they try.\n",
@@ -75,6 +76,12 @@ def demo(run_dir: Path, seed: int) -> None:
         raise CoterieError(f"demo: the arm {failed[0]!r} stopped with exit code {workers[failed[0]].exitcode}")
     console.print(_table(run_dir))
     _last_words(console, run_dir, time.monotonic() - start)
+
+
+def _free(run_dir: Path) -> Path:
+    """``run_dir``, or the first of ``run_dir-2``, ``run_dir-3`` ... that is not there."""
+    names = (run_dir if n == 1 else run_dir.with_name(f"{run_dir.name}-{n}") for n in count(1))
+    return next(p for p in names if not p.exists() or not any(p.iterdir()))
 
 
 def _start(run_dir: Path, seed: int) -> dict[str, Any]:
@@ -156,7 +163,7 @@ def _last_words(console: Console, run_dir: Path, seconds: float) -> None:
     report = write_report(runs, run_dir / "report.html")
     coterie = "coterie" if shutil.which("coterie") else os.path.relpath(sys.argv[0])
     console.print(
-        f"\n{seconds:.0f} s on the CPU, offline. Own reward: mean over nodes and the steps since the row above. One seed of a "
+        f"\n{seconds:.0f} s, on the CPU, offline. Own reward: mean over nodes and the steps since the row above. One seed of a "
         f"small demo: what sharing does is measured in docs/results/.\n\nreport: {report}\n\nnext:\n"
         f"  {coterie} train configs/tiny.toml    # one node, four tasks, a few minutes\n"
         f"  {coterie} swarm run configs/swarm.toml --nodes 4    # processes that share through a file\n"

@@ -110,5 +110,5 @@ def _tiny() -> Check:
 def _extras() -> Check:
     missing = [e for e, module in EXTRAS.items() if importlib.util.find_spec(module) is None]
     have = [e for e in EXTRAS if e not in missing]
-    advice = f"optional: pip install 'coterie[NAME]' for {', '.join(missing)}" if missing else ""
+    advice = f"optional: pip install -e '.[NAME]' with NAME one of {', '.join(missing)}" if missing else ""
     return Check("extras", "ok", f"installed: {', '.join(have) or 'none'}", advice)

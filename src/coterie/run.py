@@ -15,7 +15,7 @@ from coterie.checkpoint import Checkpoint, load_latest, save_checkpoint
 from coterie.config import Config
 from coterie.console import RunConsole
 from coterie.engines.torch import TorchEngine
-from coterie.errors import UserError
+from coterie.errors import CoterieError, UserError
 from coterie.helpers.roles import build_helpers
 from coterie.merging.crosstime import UpdateLog
 from coterie.policy import Policy
@@ -187,15 +187,28 @@ def save(trainer: Trainer, run: RunDir) -> None:
 
 
 def resume(trainer: Trainer, run: RunDir, console: RunConsole) -> None:
-    """Load the newest complete checkpoint, if any, and drop the log lines of steps that will be run again."""
+    """Load the newest complete checkpoint, if any, and drop the log lines of steps that will be run again.
+
+    Raises:
+        CoterieError: there are checkpoints, but none can be read: nothing is thrown away.
+    """
     found = load_latest(run.checkpoints, console.note)
     if found is None:
+        if run.checkpoints.is_dir() and any(run.checkpoints.iterdir()):
+            raise CoterieError(
+                f"{run.checkpoints}: no checkpoint there can be read (reasons above); choose another --run_dir, or remove "
+                "the folder to start this run again from step 0"
+            )
         run.rewind(0)
         return
-    trainer.policy.load_weights(found.weights)
-    trainer.policy.load_optimizer_state(found.optimizer)
-    trainer.node.load_state_dict(found.state["node"])
-    trainer.guard.quiet = int(found.state["quiet_steps"])
+    try:
+        trainer.policy.load_weights(found.weights)
+        trainer.policy.load_optimizer_state(found.optimizer)
+        trainer.node.load_state_dict(found.state["node"])
+        trainer.guard.quiet = int(found.state["quiet_steps"])
+    except (CoterieError, KeyError, TypeError, ValueError) as e:
+        where = run.checkpoints / f"step_{found.step:06d}"
+        raise CoterieError(f"checkpoint {where}: not of this run ({e}); remove it to go on from the one before") from e
     trainer.step = found.step
     run.rewind(found.step + 1)
     console.note(f"resumed {run.path} at step {found.step} of {trainer.cfg.steps}")

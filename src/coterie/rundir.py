@@ -60,7 +60,7 @@ class RunDir:
                     "choose another --run_dir"
                 )
             (self.path / "DONE").unlink(missing_ok=True)
-        elif any(p.name != ".lock" for p in self.path.iterdir()):
+        elif any(not p.name.startswith(".") for p in self.path.iterdir()):
             raise UserError(f"run_dir {self.path}: not empty and not a coterie run; choose another --run_dir")
         write_atomic(config, cfg.to_toml())
 
@@ -97,16 +97,19 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         CoterieError: names file and line.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for n, line in enumerate(lines, 1):
         if not line:
             continue
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as e:
+            record = json.loads(line)
+        except ValueError as e:  # broken JSON, or bytes that are no UTF-8
             if n == len(lines):  # no newline after it: the writer was killed in the middle
                 return
-            raise CoterieError(f"{path}:{n}: not valid JSON ({e.msg})") from e
+            raise CoterieError(f"{path}:{n}: not valid JSON ({e})") from e
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise CoterieError(f"{path}:{n}: not a record of a run (no step)")
+        yield record
 
 
 def dumps(record: dict[str, Any]) -> str:
@@ -115,9 +118,17 @@ def dumps(record: dict[str, Any]) -> str:
 
 
 def write_atomic(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text``: the old content or the new, never half of it.
+
+    Raises:
+        CoterieError: the disk refuses, or the folder does not exist.
+    """
     part = path.with_name(f".{path.name}.part")
-    with open(part, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    part.rename(path)
+    try:
+        with open(part, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        part.rename(path)
+    except OSError as e:
+        raise CoterieError(f"{path}: cannot write ({e.strerror})") from e

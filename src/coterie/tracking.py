@@ -97,4 +97,4 @@ def _extra(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as e:
         flag = {f: f"tracking.{f}" for f in TrackingConfig.model_fields}[extra]
-        raise UserError(f"{flag} = true needs the extra: pip install 'coterie[{extra}]'") from e
+        raise UserError(f"{flag} = true needs the extra: pip install -e '.[{extra}]'") from e

@@ -1,7 +1,9 @@
 """What a user does wrong, through the real command: one line that says what to do, exit code 1 or 2, nothing lost."""
 
+import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from coterie.cli import main
+from coterie.models import TINY
 from coterie.rundir import read_jsonl
 
 BASE = """
@@ -45,8 +48,17 @@ CASES = {
     "group of one ob04": (["--rollout.group_size", "1"], 2, "gives no baseline"),
     "no such device": (["--model.device", "cuda:7"], 2, "cuda:7"),
     "lora target": (["--model.lora_rank", "4", "--model.lora_targets", "no_such_layer"], 2, "no_such_layer"),
+    "lora on a block": (
+        ["--model.lora_rank", "4", "--model.lora_targets", "self_attn"],
+        2,
+        "not the name of a linear layer",
+    ),
+    "lora on nothing": (["--model.lora_rank", "4", "--model.lora_targets", ""], 2, "not the name of a linear layer"),
+    "device without memory": (["--model.device", "meta"], 2, "cannot train"),
+    "infinite number": (["--optim.lr", "inf"], 2, "optim.lr"),
+    "infinite temperature": (["--rollout.temperature", "inf"], 2, "rollout.temperature"),
     "dataset missing": (["--tasks.mine.kind", "jsonl", "--tasks.mine.path", "nowhere.jsonl"], 2, "nowhere.jsonl"),
-    "tracking extra": (["--tracking.wandb", "true"], 2, "pip install 'coterie[wandb]'"),
+    "tracking extra": (["--tracking.wandb", "true"], 2, "pip install -e '.[wandb]'"),
 }
 
 
@@ -125,3 +137,55 @@ def test_a_run_directory_of_something_else_is_left_alone(tmp_path, capsys, monke
     code, err = run(["train", "c.toml", "--run_dir", "run"], capsys, monkeypatch)
     assert code == 2 and "not a coterie run" in err
     assert [p.name for p in Path("run").iterdir() if p.name != ".lock"] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("damage", ["layer missing", "cut short", "other vocabulary"])
+def test_damaged_models_are_refused_by_name(damage, tmp_path, capsys, monkeypatch):
+    """A layer that is not in the checkpoint would be trained from random values."""
+    model = tmp_path / "m"
+    shutil.copytree(TINY, model)
+    config = json.loads((model / "config.json").read_text())
+    if damage == "layer missing":
+        config["num_hidden_layers"] += 1
+        config.pop("layer_types", None)
+    elif damage == "other vocabulary":
+        config["vocab_size"] += 5
+    else:
+        (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:500])
+    (model / "config.json").write_text(json.dumps(config))
+    (tmp_path / "c.toml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    code, err = run(["train", "c.toml", "--run_dir", "run", "--model.name", str(model)], capsys, monkeypatch)
+    assert code == 2 and "Traceback" not in err and f"model {model}" in err
+
+
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "\\ud800 hi", "answer": "1"}', '{"prompt": "a", "answer": ' + "9" * 5000 + "}"]
+)
+def test_odd_dataset_lines_name_file_and_line(line, tmp_path, capsys, monkeypatch):
+    (tmp_path / "c.toml").write_text(BASE)
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
+    monkeypatch.chdir(tmp_path)
+    code, err = run(["train", "c.toml", "--tasks.mine={kind='jsonl',path='d.jsonl'}"], capsys, monkeypatch)
+    assert code == 2 and "d.jsonl" in err and "2" in err and "Traceback" not in err
+
+
+def test_checkpoints_that_cannot_be_read_stop_the_run_and_nothing_is_thrown_away(tmp_path, capsys, monkeypatch):
+    (tmp_path / "c.toml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "coterie.cli", "train", "c.toml", "--run_dir", "run"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=600).returncode == 0
+    for step in (1, 2):
+        (tmp_path / "run" / "checkpoints" / f"step_{step:06d}" / "weights.safetensors").write_bytes(b"x")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    code, err = run(["train", "c.toml", "--run_dir", "run", "--steps", "3"], capsys, monkeypatch)
+    assert code == 1 and "no checkpoint there can be read" in err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_report_into_a_missing_folder_is_one_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
+    monkeypatch.chdir(tmp_path)
+    code, err = run(["report", "run", "--out", "no/where/x.html"], capsys, monkeypatch)
+    assert code == 1 and "cannot write" in err and "Traceback" not in err

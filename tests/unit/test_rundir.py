@@ -69,3 +69,25 @@ def test_non_finite_metric_is_refused():
     with pytest.raises(ValueError):
         dumps({"x": float("nan")})
     assert json.loads(dumps({"x": 1.5})) == {"x": 1.5}
+
+
+def test_a_log_cut_inside_a_character_is_read_up_to_the_cut(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes('{"step": 1}\n{"step": 2, "é'.encode()[:-1])
+    assert list(read_jsonl(path)) == [{"step": 1}]
+
+
+@pytest.mark.parametrize("line", ["5", '{"a": 1}', "[]"])
+def test_foreign_records_are_named(line, tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(CoterieError, match=r"m\.jsonl:2.*no step"):
+        list(read_jsonl(path))
+
+
+def test_a_kill_while_the_config_was_written_does_not_block_the_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").write_text("")
+    (tmp_path / "run" / ".config.toml.part").write_text("meth")
+    RunDir(cfg(tmp_path)).close()
+    assert (tmp_path / "run" / "config.toml").exists()

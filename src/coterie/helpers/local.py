@@ -91,3 +91,6 @@ class AdaptersOff:
             rows = list(self.engine.generate(prompts, n, sampling, seeds))
             self.engine.release()
         yield from rows
+
+    def release(self) -> None:
+        """Nothing is kept between batches."""

@@ -68,7 +68,7 @@ def _load(source: str, where: str) -> object:
     if not source.endswith(".py"):
         return importlib.import_module(source)
     if not Path(source).is_file():
-        raise UserError(f"{where}: no such file: {source}")
+        raise UserError(f"{where}: no such file: {Path(source).absolute()}")
     found = importlib.util.spec_from_file_location(Path(source).stem, source)
     if found is None or found.loader is None:
         raise UserError(f"{where}: cannot load {source}")

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from coterie.errors import UserError
 from coterie.merging.recipe import label_paths, make_recipe
+from coterie.models import folder_of
 
 Base = Annotated[Path, typer.Argument(help="Folder of the base model.", show_default=False)]
 Experts = Annotated[
@@ -77,7 +78,8 @@ def merge_command(
     Example: coterie merge runs/base runs/math runs/logic --method sum --lambda 0.6 --out runs/merged
     """
     recipe = make_recipe(
-        base, experts, method, labels=_split(labels), weights=_numbers(weights), lam=lam, density=density, trim=trim, rank=rank,
+        Path(folder_of(base)), [Path(folder_of(e)) for e in experts], method,
+        labels=_split(labels) or label_paths(experts), weights=_numbers(weights), lam=lam, density=density, trim=trim, rank=rank,
         seed=seed, dtype=dtype, compute_dtype=compute_dtype, keep_base_vocab=_keep_base(vocab),
         allow_rounded_mean=allow_rounded_mean,
     )  # fmt: skip
@@ -120,7 +122,8 @@ def interference_command(
     """
     keep = _keep_base(vocab)
     named = _split(labels) or label_paths(experts)
-    recipe = make_recipe(base, experts, "sum", labels=named, keep_base_vocab=keep)
+    folders = [Path(folder_of(e)) for e in experts]
+    recipe = make_recipe(Path(folder_of(base)), folders, "sum", labels=named, keep_base_vocab=keep)
     from coterie.merging.diagnostics import interference, open_recipe_inputs
 
     if dry_run:

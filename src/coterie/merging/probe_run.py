@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from coterie.config import Config, ModelConfig, RolloutConfig
-from coterie.evalcmd import resolve_model, resolve_tasks
+from coterie.evalcmd import resolve_tasks
 from coterie.merging.probe import ProbeSettings, collect
 from coterie.merging.probe_figures import figures
+from coterie.models import folder_of
 from coterie.run import build
 
 FORMAT = 1
@@ -22,7 +23,7 @@ def probe(model: str, tasks: str, asked: Sequence[ProbeSettings], advantage: str
         UserError: model or tasks are not known.
     """
     cfg = Config(
-        model=ModelConfig(name=resolve_model(model)),
+        model=ModelConfig(name=folder_of(model)),
         tasks=resolve_tasks(tasks, model),
         rollout=RolloutConfig(max_new_tokens=asked[0].max_new_tokens),
     )

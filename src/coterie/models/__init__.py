@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 from coterie.config import TaskConfig
+from coterie.errors import UserError
 
 TINY = Path(__file__).parent / "tiny"
 """Folder of the model in Hugging Face format."""
@@ -17,6 +18,23 @@ DOMAINS: dict[str, tuple[str, ...]] = {
     "number_theory": ("gcd", "prime_factorization", "count_bits"),
 }
 """Skill domain -> names of its tasks."""
+
+
+def folder_of(model: str | Path) -> str:
+    """The folder that a name on the command line stands for: the shipped `tiny`, or the model that a run trained; anything
+    else as it is.
+
+    Raises:
+        UserError: the run has not finished, so it has no model yet.
+    """
+    if str(model) == "tiny":
+        return str(TINY)
+    path = Path(model)
+    if not (path / "config.toml").is_file():
+        return str(model)
+    if not (path / "model").is_dir():
+        raise UserError(f"{model}: this run has not finished, so it has no model yet; the same train command goes on")
+    return str(path / "model")
 
 
 def tiny_tasks(domain: str | None = None) -> dict[str, TaskConfig]:

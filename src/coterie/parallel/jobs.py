@@ -152,7 +152,7 @@ def _on_ray(todo: Sequence[Job], folder: Path, cfg: Config, note: Note) -> list[
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as e:
-        raise UserError("parallel.backend = ray needs the extra: pip install 'coterie[ray]'") from e
+        raise UserError("parallel.backend = ray needs the extra: pip install -e '.[ray]'") from e
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)  # RAY_ADDRESS names a cluster; else one on this machine
     gpus = 1 if cfg.model.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= 1 else 0

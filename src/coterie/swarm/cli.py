@@ -143,7 +143,8 @@ def status(
         mix = ", ".join(f"{t} {n}" for t, n in _mix(r).items())
         if said := "; ".join(str(x) for x in (r.get("cause"), mix and f"groups published: {mix}") if x):
             typer.echo(f"{r['name']}: {_plain(said, 300)}")
-    hint = "" if rows else " (a node enters once its model is loaded; --name asks for another swarm than 'swarm')"
+    there = "a node enters once its model is loaded and leaves when it ends"
+    hint = "" if rows else f" ({there}; --name asks for another swarm than 'swarm')"
     typer.echo(f"{len(rows)} nodes{hint}")
 
 

@@ -91,7 +91,7 @@ def _parse(raw: bytes, where: str, override: str, custom: Collection[str]) -> di
         line = json.loads(raw)
     except json.JSONDecodeError as e:
         raise UserError(f"{where}: not valid JSON: {e.msg} at column {e.colno}") from e
-    except (UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # no UTF-8, a number of thousands of digits, deep nesting
         raise UserError(f"{where}: not valid JSON: {e}") from e
     if not isinstance(line, dict):
         raise UserError(f"{where}: expected an object with `prompt` and `answer`, got {type(line).__name__}")
@@ -101,11 +101,21 @@ def _parse(raw: bytes, where: str, override: str, custom: Collection[str]) -> di
     prompt = line.get("prompt")
     if not isinstance(prompt, str) or not prompt:
         raise UserError(f"{where}: `prompt` must be a text that is not empty")
+    if not _encodable(line):
+        raise UserError(f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text")
     verifier = verifier_name(line.get("verifier", "code" if "tests" in line else "exact"), where)
     if override != "auto":
         verifier = override
     check_verifier(verifier, where, custom)
     return {"prompt": prompt, "verifier": verifier, "reference": _reference(line, verifier, where)}
+
+
+def _encodable(line: dict[str, Any]) -> bool:
+    try:
+        json.dumps(line, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _reference(line: dict[str, Any], verifier: str, where: str) -> str:

@@ -160,9 +160,13 @@ def _call_own(name: str, verifier: Verifier, problem: Problem, answer: str) -> S
         raise CoterieError(
             f"verifier {name!r} must return one number or None per answer, got {type(reward).__name__} on {problem.id}"
         )
-    if not math.isfinite(reward):
-        return Score(None, "invalid", f"verifier {name!r} returned {reward}", answer)
-    return Score(float(reward), extracted=answer)
+    try:
+        value = float(reward)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        return Score(None, "invalid", f"verifier {name!r} returned a number that is not finite", answer)
+    return Score(value, extracted=answer)
 
 
 def _job(verifier: str, problem: Problem, answer: str) -> tuple[str, Any]:
