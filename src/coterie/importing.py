@@ -33,7 +33,7 @@ def load_function(name: str) -> Callable[..., Any]:
 def _from_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise OSError("no such file")
+        raise OSError(f"no such file: {path.absolute()}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

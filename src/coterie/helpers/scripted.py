@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from coterie.errors import UserError
 from coterie.helpers.protocol import HelperFailure, HelperReply, HelperRequest, Outcome
+from coterie.importing import load_function
 
 
 @dataclass(frozen=True)
@@ -47,31 +45,12 @@ def table_helper(table: Mapping[str, str]) -> ScriptedHelper:
 
 
 def call_helper(spec: str, where: str) -> ScriptedHelper:
-    """``module:function`` or ``path/file.py:function``.
+    """``module:function`` or ``path/file.py:function`` (relative to the working directory).
 
     Raises:
-        UserError: no such file, module or function.
+        UserError: no such file, module or function; ``where`` says which setting named it.
     """
-    source, _, name = spec.rpartition(":")
-    if not source or not name:
-        raise UserError(f"{where}: {spec!r} is not module:function or path/file.py:function")
     try:
-        function = getattr(_load(source, where), name, None)
-    except ImportError as e:
-        raise UserError(f"{where}: cannot import {source}: {e}") from e
-    if not callable(function):
-        raise UserError(f"{where}: {source} has no function {name}")
-    return ScriptedHelper(spec, function)
-
-
-def _load(source: str, where: str) -> object:
-    if not source.endswith(".py"):
-        return importlib.import_module(source)
-    if not Path(source).is_file():
-        raise UserError(f"{where}: no such file: {Path(source).absolute()}")
-    found = importlib.util.spec_from_file_location(Path(source).stem, source)
-    if found is None or found.loader is None:
-        raise UserError(f"{where}: cannot load {source}")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+        return ScriptedHelper(spec, load_function(spec))
+    except UserError as e:
+        raise UserError(f"{where}: {e}") from e
