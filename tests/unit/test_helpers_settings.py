@@ -98,7 +98,7 @@ def test_call_helper(tmp_path: Path) -> None:
     file.write_text("def f(request):\n    return request.query + '!'\nn = 3\n")
     (reply,) = call_helper(f"{file}:f", "x").respond_batch([REQUEST])
     assert isinstance(reply, HelperReply) and reply.text == "1+1!"
-    for spec, error in [("f", "name a function as module:function"), (f"{file}:g", "no function g"), (f"{file}:n", "no function n"),
+    for spec, error in [("f", "as module:function"), (f"{file}:g", "no function g"), (f"{file}:n", "no function n"),
                         ("/none.py:f", "no such file"), ("no_such_module_x:f", "cannot import")]:  # fmt: skip
         with pytest.raises(UserError, match=error):
             call_helper(spec, "x")
