@@ -153,8 +153,8 @@ def test_a_password_keeps_strangers_out(tmp_path: Path, port: int) -> None:
 def test_who_is_there(relay: Relay, port: int) -> None:
     a, b = exchange(port, 1), exchange(port, 2)
     a.beat('{"step": 8}')
-    found = dict(read_swarm("swarm", (f"tcp/127.0.0.1:{port}",), Security()))
-    assert found == {kit.person(1).node_id: '{"step": 8}', kit.person(2).node_id: ""}
+    there = {kit.person(1).node_id: '{"step": 8}', kit.person(2).node_id: ""}
+    wait_for(lambda: dict(read_swarm("swarm", (f"tcp/127.0.0.1:{port}",), Security())) == there)
     a.close()
     b.close()
 
