@@ -28,7 +28,7 @@ from coterie.helpers.metrics import helper_metrics
 from coterie.helpers.mixing import CollapseGuard, too_many_failed
 from coterie.helpers.roles import HelperSet
 from coterie.loss_metrics import loss_metrics
-from coterie.losses import policy_loss, zero_advantages_are_silent
+from coterie.losses import kl_estimate, policy_loss, zero_advantages_are_silent
 from coterie.policy import Policy, StepResult
 from coterie.rng import derive
 from coterie.rollout import Rollout, rollout, rollout_metrics, training_sampling
@@ -185,14 +185,14 @@ class Trainer:
 
     @torch.no_grad()
     def kl_to_start(self, groups: Sequence[Group]) -> float:
-        """k3 estimate (Schulman 2020) of KL(policy || start model), mean over the groups' sampled tokens, in nats."""
+        """k3 estimate of KL(policy || start model), mean over the groups' sampled tokens, in nats; always finite."""
         advantages = [[1.0] * len(g.trajectories) for g in groups]
         batch = collate(groups, advantages, me=self.node.author)
         total, count = 0.0, 0
         for part in micro_batches(batch, self.cfg.optim.token_budget):
-            mask = part.loss_mask  # [B, T]
-            log_ratio = self.policy.reference_logprobs(part)[mask] - self.policy.logprobs(part).logprobs[mask]
-            total += float((log_ratio.exp() - 1 - log_ratio).sum())
+            now, start = self.policy.logprobs(part).logprobs, self.policy.reference_logprobs(part)  # [B, T]
+            mask = part.loss_mask.to(now.device)  # [B, T]
+            total += float((kl_estimate(now, start, "k3") * mask).sum())
             count += int(mask.sum())
         return total / count if count else 0.0
 

@@ -119,3 +119,10 @@ def test_cl06_loss_near_zero_is_not_gradient_zero(trainer: Trainer) -> None:
     out = policy_loss(stats, batch, trainer.cfg.loss, stats.logprobs.detach())
     assert loss_metrics([out])["loss/own/ratio"] == 1.0
     assert np.isfinite(float(out.loss.detach()))
+
+
+def test_ob16_kl_to_the_start_is_zero_at_first_and_finite_far_away(trainer: Trainer) -> None:
+    groups = trainer._own_groups().groups
+    assert abs(trainer.kl_to_start(groups)) < 1e-6
+    trainer.policy.load_weights({k: 30 * v for k, v in trainer.policy.weights().items()})
+    assert 1.0 < trainer.kl_to_start(groups) < float("inf")
