@@ -55,10 +55,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         meta = {"format": FORMAT, "step": checkpoint.step, "state": checkpoint.state}
         (part / _FILES[2]).write_text(json.dumps(meta), encoding="utf-8")
         for name in _FILES:
-            _fsync(part / name)
+            fsync(part / name)
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
-        _fsync(folder)
+        fsync(folder)
     except Exception as e:  # the disk is an edge: say what could not be written, keep what there was
         shutil.rmtree(part, ignore_errors=True)
         raise CoterieError(f"cannot write checkpoint {final}: {e}; free some space or choose another run_dir") from e
@@ -113,7 +113,8 @@ def _complete(folder: Path) -> list[Path]:
     return [p for _, p in sorted(found)]
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

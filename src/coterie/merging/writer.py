@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from coterie.checkpoint import fsync
 from coterie.errors import CoterieError, UserError
 
 if TYPE_CHECKING:
@@ -82,12 +83,12 @@ class OutputFolder:
         for file in sorted(self.path.glob("*.partial")):
             file.rename(file.with_suffix(""))
         for file in self.path.iterdir():
-            _fsync(file)
-        _fsync(self.path)
+            fsync(file)
+        fsync(self.path)
         if self.final.is_dir():
             self.final.rmdir()  # empty, as checked
         self.path.rename(self.final)
-        _fsync(self.final.parent)
+        fsync(self.final.parent)
 
 
 def check_free(final: Path) -> None:
@@ -199,11 +200,3 @@ def _shards(slots: Sequence[Slot], limit: int) -> list[tuple[str, list[Slot]]]:
     if len(groups) == 1:
         return [("model.safetensors", groups[0])]
     return [(f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors", g) for i, g in enumerate(groups)]
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
