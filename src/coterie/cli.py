@@ -30,7 +30,7 @@ app = typer.Typer(
 )
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a machine.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check config and tasks, print the resolved config, stop.")]
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file; any value can be overridden: --optim.lr 1e-4")]
 
 
@@ -91,6 +91,9 @@ def _train(config: Path, overrides: list[str], dry_run: bool, as_json: bool) -> 
 
     cfg = load_config(config, overrides)
     if dry_run:
+        from coterie.run import dry_run as check_all
+
+        check_all(cfg)
         typer.echo(cfg.to_toml(), nl=False)
         return
     from coterie.report import write_report

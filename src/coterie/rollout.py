@@ -74,6 +74,11 @@ def rollout(
     return Rollout(groups, len(problems) - len(kept), outcomes)
 
 
+def prompt_tokens(problem: Problem, encoder: PromptEncoder, helpers: HelperSet | None = None) -> int:
+    """Tokens of the longest prompt ``problem`` is asked with: what ``rollout.max_prompt_tokens`` is compared with."""
+    return max(map(len, _prompts(problem, encoder, helpers)))
+
+
 def _prompts(problem: Problem, encoder: PromptEncoder, helpers: HelperSet | None) -> tuple[list[int], list[int]]:
     """Ids of the plain prompt and of the one that speaks of helpers (the plain one again without helpers)."""
     plain = encoder.prompt_ids(problem.prompt)

@@ -63,6 +63,16 @@ def check(cfg: Config) -> None:
         )
 
 
+def dry_run(cfg: Config) -> None:
+    """Everything that can be refused without loading a model: settings, tasks with their parameters, held-out problems.
+
+    Raises:
+        UserError: as the run itself would.
+    """
+    check(cfg)
+    build_tasks(cfg.tasks).eval_problems(cfg.eval.problems)
+
+
 @contextmanager
 def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
     """All parts of a node, closed in the right order whatever happens. ``hub``: where nodes of one process meet."""

@@ -22,6 +22,7 @@ from coterie.batching import Batch, collate, micro_batches
 from coterie.config import Config
 from coterie.critic import critic_loss, critic_metrics, plain_rewards, start_values, with_gae
 from coterie.engines.base import Engine
+from coterie.errors import UserError
 from coterie.evaluation import Evaluation, evaluate
 from coterie.forward import TokenStats
 from coterie.helpers.metrics import helper_metrics
@@ -31,12 +32,14 @@ from coterie.loss_metrics import loss_metrics
 from coterie.losses import kl_estimate, policy_loss, zero_advantages_are_silent
 from coterie.policy import Policy, StepResult
 from coterie.rng import derive
-from coterie.rollout import Rollout, rollout, rollout_metrics, training_sampling
+from coterie.rollout import Rollout, prompt_tokens, rollout, rollout_metrics, training_sampling
 from coterie.swarm.node import Node, SoloNode
 from coterie.tasks.extract import extract_answer
 from coterie.tasks.scoring import Scorer
 from coterie.tasks.taskset import TaskSet
-from coterie.types import Group
+from coterie.types import Group, Problem
+
+_LOOK = 64  # problems looked at before a run is stopped because no prompt fits
 
 
 @dataclass
@@ -104,10 +107,28 @@ class Trainer:
                     helpers=self.helpers,
                 )
             )
+            if rounds[-1].too_long == need:
+                self._stop_if_all_too_long(problems)
             kept += [g for g in rounds[-1].groups if g.informative]
             if not cfg.resample or len(kept) >= cfg.problems:
                 break
         return rounds[0] if len(rounds) == 1 else _joined(rounds)
+
+    def _stop_if_all_too_long(self, problems: Sequence[Problem]) -> None:
+        """Every prompt of a round was dropped: chance, or no prompt of this config fits? Looks at ``_LOOK`` more.
+
+        Raises:
+            UserError: none of them fits either, so the run would train on nothing for ever.
+        """
+        limit = self.cfg.rollout.max_prompt_tokens
+        looked = [*problems, *self.tasks.draw(f"{self.cfg.seed}/too-long", self.step, _LOOK)]
+        lengths = [prompt_tokens(p, self.policy.encoder, self.helpers) for p in looked]
+        if min(lengths) > limit:
+            raise UserError(
+                f"step {self.step}: every prompt is longer than rollout.max_prompt_tokens = {limit} and would be dropped "
+                f"({len(lengths)} tried, the shortest has {min(lengths)} tokens): raise it, or choose task parameters "
+                "that make shorter prompts"
+            )
 
     def _helper_metrics(self, helpers: HelperSet, groups: list[Group]) -> dict[str, float]:
         found = helper_metrics(groups, feedback_tag=helpers.form.open.strip(), extract=extract_answer)

@@ -89,23 +89,47 @@ def test_broken_dataset_line_names_file_and_line(tmp_path, capsys, monkeypatch):
     assert code == 2 and "d.jsonl" in err and "2" in err and "Traceback" not in err
 
 
-def test_ro05_too_long_prompts_are_dropped_and_counted_never_cut(tmp_path):
-    (tmp_path / "c.toml").write_text(BASE)
-    command = [
-        sys.executable,
-        "-m",
-        "coterie.cli",
-        "train",
-        "c.toml",
-        "--run_dir",
-        "run",
-        "--rollout.max_prompt_tokens",
-        "2",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+def test_ro05_too_long_prompts_are_dropped_and_counted_never_cut(tmp_path, capsys, monkeypatch):
+    """Sums of twenty numbers do not fit, numbers to count bits in do."""
+    config = BASE.replace("problems = 2", "problems = 8\nmax_prompt_tokens = 30", 1)
+    (tmp_path / "c.toml").write_text(config + "[tasks.chain_sum]\nparams = { min_terms = 20, max_terms = 20 }\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["coterie", "train", "c.toml", "--run_dir", "run"])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert not done.value.code
     steps = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["step"]]
-    assert all(r["own/prompts_too_long"] == 2 and r["policy/nothing_to_train"] == 1 for r in steps)
+    assert all(0 < r["own/prompts_too_long"] < 8 for r in steps)
+    assert all(r["own/prompts_too_long"] + r["own/groups"] == 8 and "own/reward/chain_sum" not in r for r in steps)
+
+
+def test_a_run_in_which_no_prompt_fits_stops_and_names_the_setting(tmp_path, capsys, monkeypatch):
+    (tmp_path / "c.toml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    code, err = run(["train", "c.toml", "--rollout.max_prompt_tokens", "2"], capsys, monkeypatch)
+    assert code == 2 and "every prompt is longer than rollout.max_prompt_tokens = 2" in err
+    assert "the shortest has" in err and "Traceback" not in err
+
+
+def test_a_held_out_prompt_beyond_the_context_gets_advice_that_helps(tmp_path, capsys, monkeypatch):
+    """Lowering max_prompt_tokens would not: held-out problems are never dropped."""
+    (tmp_path / "c.toml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "c.toml", "--tasks.chain_sum.params", "{min_terms=400,max_terms=400}"]
+    code, err = run(command, capsys, monkeypatch)
+    assert code == 2 and "exceed the model's context" in err and "choose task parameters" in err
+    assert "held-out problems are never dropped" in err
+
+
+@pytest.mark.parametrize("name", ["unknown task", "unknown parameter", "bad parameter", "dataset missing", "too few"])
+def test_dry_run_refuses_what_the_run_would_refuse(name, tmp_path, capsys, monkeypatch):
+    few = ["--tasks.count_bits.params", "{min_n=1,max_n=3}", "--eval.problems", "50"], 2, "held-out problems found"
+    flags, code, words = CASES.get(name, few)
+    (tmp_path / "c.toml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    got, err = run(["train", "c.toml", "--dry-run", *flags], capsys, monkeypatch)
+    assert got == code and words in err and "Traceback" not in err
+    assert not Path("runs").exists()
 
 
 def test_no_disk_is_one_line_and_earlier_work_is_kept(tmp_path):

@@ -138,7 +138,9 @@ class TorchEngine:
         if limit is not None and longest + sampling.max_new_tokens > limit:
             raise UserError(
                 f"generate: a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the model's "
-                f"context of {limit}; lower max_new_tokens or max_prompt_tokens"
+                f"context of {limit}; lower rollout.max_new_tokens (--max-new-tokens of `coterie eval`), or choose task "
+                "parameters that make shorter prompts. rollout.max_prompt_tokens drops longer prompts in training only: "
+                "held-out problems are never dropped"
             )
 
 
