@@ -160,15 +160,20 @@ def report(
     typer.echo(write_report(runs, out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))))
 
 
-@app.command()
-def doctor(as_json: Json = False) -> None:
+@app.command(context_settings=OVERRIDES)
+def doctor(
+    ctx: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="Also check what this config needs, and dial its peers.")] = None,
+    as_json: Json = False,
+) -> None:
     """Check this machine: what works, what is missing, what to do about it.
 
-    Example: coterie doctor
+    Example: coterie doctor --config configs/swarm.toml
     """
+    from coterie.config import load_config
     from coterie.doctor import checks
 
-    found = checks()
+    found = checks(load_config(config, ctx.args) if config is not None or ctx.args else None)
     if as_json:
         emit([c.__dict__ for c in found])
     else:

@@ -266,6 +266,7 @@ class SwarmNode:
             "used": sum(a.used for a in self.ledger.authors.values()),
             "tasks": dict(self._tasks),
             "accuracy": self._accuracy,
+            "clock_ms": int(time.time() * 1000),  # so that `coterie doctor` can compare
         }
         self.exchange.beat(json.dumps(info))
 
