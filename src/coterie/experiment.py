@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tomli_w
@@ -26,10 +26,15 @@ from coterie.errors import CoterieError, UserError
 from coterie.rundir import dumps, read_jsonl, write_atomic
 from coterie.stats import compare_paired, holm, mean_interval
 
+START = "start"  # in a comparison: the model that the arm started from
+
 
 class Comparison(Section):
     first: str
     second: str
+    """Another arm, or `start`: the first arm's own value before training."""
+    metric: str = ""
+    """Empty: the headline."""
 
 
 class Experiment(Section):
@@ -40,6 +45,10 @@ class Experiment(Section):
     seeds: tuple[int, ...] = Field(min_length=1)
     metric: str = "eval/accuracy"
     """Headline: its value at the last evaluation."""
+    also: tuple[str, ...] = ()
+    """Further metrics of the last evaluation to show, each beside its value at the start."""
+    base: dict[str, Any] = Field(default_factory=dict)
+    """Config of a run that is made first; all arms start from its model. Empty: from the one their config names."""
     nodes: int = Field(1, ge=1)
     """Nodes of a simulated swarm per run; the headline is their mean. Arms may set their own."""
     config: dict[str, Any]
@@ -48,6 +57,14 @@ class Experiment(Section):
     """Arm -> what it changes, merged into `config`; the key `nodes` sets the number of nodes."""
     compare: tuple[Comparison, ...] = ()
     """Pairs of arms for paired tests over seeds, corrected together (Holm)."""
+    kind: Literal["runs", "parallel"] = "runs"
+    """`runs`: every (arm, seed) is one run; `parallel`: experts, baselines and every merge of them (see parallel/study.py)."""
+    match: tuple[str, str] | tuple[()] = ()
+    """`parallel`: two arms that are also compared at equal norm and at equal gain of their experts."""
+
+    def settings(self, arm: str) -> dict[str, Any]:
+        """The config of an arm: the shared one with the arm's changes."""
+        return _merged(self.config, {k: v for k, v in self.arms[arm].items() if k != "nodes"})
 
 
 @dataclass(frozen=True)
@@ -82,10 +99,12 @@ def load_experiment(path: Path) -> Experiment:
         spec = Experiment.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, ValidationError) as e:
         raise UserError(f"experiment {path}: {e}") from e
-    for c in spec.compare:
-        for arm in (c.first, c.second):
-            if arm not in spec.arms:
-                raise UserError(f"experiment {path}: compare names the arm {arm!r}; there are {', '.join(spec.arms)}")
+    for named in (*((c.first, c.second) for c in spec.compare), spec.match):
+        for arm in named:
+            if arm not in spec.arms and arm != START:
+                raise UserError(
+                    f"experiment {path}: compare or match names the arm {arm!r}; there are {', '.join(spec.arms)}"
+                )
     return spec
 
 
@@ -100,6 +119,15 @@ def run_experiment(path: Path, out: Path, jobs: int, only: Sequence[str] = ()) -
     if unknown := [a for a in only if a not in spec.arms]:
         raise UserError(f"experiment {path}: no arm {unknown[0]!r}; there are {', '.join(spec.arms)}")
     out.mkdir(parents=True, exist_ok=True)
+    if spec.kind == "parallel":
+        from coterie.parallel.study import run_study
+        from coterie.parallel.study_table import tables
+
+        found = run_study(path, spec, out, jobs)
+        write_atomic(out / "results.jsonl", "".join(dumps(r) + "\n" for r in found))
+        write_atomic(out / "table.md", tables(spec, found))
+        return out / "table.md"
+    _make_base(spec, out)
     grid = [_job(spec, out, arm, seed) for seed in spec.seeds for arm in (only or spec.arms)]
     _run_all([j for j in grid if not j.done], spec, out, jobs)
     records = [_record(j, spec) for j in grid]
@@ -120,8 +148,7 @@ def _run_all(todo: list[Job], spec: Experiment, out: Path, jobs: int) -> None:
             _reap(running)
         config = out / "configs" / f"{job.arm}.toml"
         config.parent.mkdir(exist_ok=True)
-        changes = {k: v for k, v in spec.arms[job.arm].items() if k != "nodes"}
-        config.write_text(tomli_w.dumps(_merged(spec.config, changes)), encoding="utf-8")
+        config.write_text(tomli_w.dumps(_from_base(spec.settings(job.arm), spec, out)), encoding="utf-8")
         job.folder.mkdir(parents=True, exist_ok=True)
         log = open(out / f"{job.arm}-{job.seed}.log", "ab")  # noqa: SIM115  (the child owns it)
         running[job] = subprocess.Popen(job.command(config), stdout=log, stderr=log, env=environment)
@@ -129,6 +156,26 @@ def _run_all(todo: list[Job], spec: Experiment, out: Path, jobs: int) -> None:
         print(f"[{i + 1}/{len(todo)}] {job.arm} seed {job.seed}", flush=True)
     while running:
         _reap(running)
+
+
+def _make_base(spec: Experiment, out: Path) -> None:
+    """Train the model that all arms start from, unless it is there."""
+    folder, config = out / "base", out / "configs" / "base.toml"
+    if not spec.base or (folder / "DONE").exists():
+        return
+    config.parent.mkdir(exist_ok=True)
+    config.write_text(tomli_w.dumps(spec.base), encoding="utf-8")
+    command = [sys.executable, "-m", "coterie.cli", "train", str(config), "--run_dir", str(folder)]
+    with open(out / "base.log", "ab") as log:
+        done = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode != 0:
+        raise CoterieError(f"experiment: the base failed; see {out / 'base.log'}")
+
+
+def _from_base(config: dict[str, Any], spec: Experiment, out: Path) -> dict[str, Any]:
+    if not spec.base:
+        return config
+    return {**config, "model": {"name": str(out / "base" / "model"), **config.get("model", {})}}
 
 
 def _reap(running: dict[Job, subprocess.Popen[bytes]]) -> None:
@@ -160,10 +207,16 @@ def _record(job: Job, spec: Experiment) -> dict[str, Any]:
     logs = [list(read_jsonl(d / "metrics.jsonl")) for d in job.run_dirs]
     ends = [[r for r in log if "eval/accuracy" in r] for log in logs]
     keys = sorted(
-        {k for log in ends for r in (log[0], log[-1]) for k in r if k.startswith("eval/") or k == spec.metric}
+        {
+            k
+            for log in ends
+            for r in (log[0], log[-1])
+            for k in r
+            if k.startswith("eval/") or k in (spec.metric, *spec.also)
+        }
     )
     steps = [r for log in logs for r in log if r["step"] > 0]
-    own = [np.mean([r["own/reward"] for r in log[-max(1, len(log) // 10) :] if "own/reward" in r]) for log in logs]
+    tails = [[r["own/reward"] for r in log[-max(1, len(log) // 10) :] if "own/reward" in r] for log in logs]
     return {
         "arm": job.arm,
         "seed": job.seed,
@@ -172,8 +225,8 @@ def _record(job: Job, spec: Experiment) -> dict[str, Any]:
         "start": {k: float(np.mean([log[0][k] for log in ends if k in log[0]])) for k in keys},
         "end": {k: float(np.mean([log[-1][k] for log in ends if k in log[-1]])) for k in keys},
         "end_per_node": [log[-1].get(spec.metric) for log in ends],
-        "own_reward_last_tenth": float(np.mean([x for x in own if np.isfinite(x)] or [0.0])),
-        "generated_tokens": sum(r.get("tokens/generated", 0.0) for r in steps) / job.nodes,
+        "own_reward_last_tenth": float(np.mean([np.mean(tail) for tail in tails if tail] or [0.0])),
+        "generated_tokens": sum(r.get("tokens/generated", r.get("sft/tokens", 0.0)) for r in steps) / job.nodes,
         "trained_tokens": sum(r.get("loss/trained_tokens", 0.0) for r in steps) / job.nodes,
         "step_seconds": sum(r["time/step_s"] for r in steps) / job.nodes,
     }
@@ -184,7 +237,7 @@ def table(spec: Experiment, records: Sequence[dict[str, Any]]) -> str:
     arms = list(dict.fromkeys(r["arm"] for r in records))
     of = {a: {r["seed"]: r for r in records if r["arm"] == a} for a in arms}
     titles = ("arm", "start", f"{spec.metric} at the end", "95% interval", "gain", "own reward, last tenth")
-    lines = [spec.question, "", *_header(*titles, "generated tokens", "seeds")]
+    lines = [spec.question, "", *_header(*titles, *(f"{m} (start)" for m in spec.also), "generated tokens", "seeds")]
     for a in arms:
         rows = list(of[a].values())
         end = [r["end"][spec.metric] for r in rows]
@@ -193,27 +246,37 @@ def table(spec: Experiment, records: Sequence[dict[str, Any]]) -> str:
         interval = f"{low:.3f} to {high:.3f}" if np.isfinite(low) else "one seed"
         own = float(np.mean([r["own_reward_last_tenth"] for r in rows]))
         tokens = float(np.mean([r["generated_tokens"] for r in rows]))
+        also = "".join(f"| {_mean(rows, 'end', m)} ({_mean(rows, 'start', m)}) " for m in spec.also)
         lines.append(
             f"| {a} | {start:.3f} | {np.mean(end):.3f} | {interval} | {np.mean(end) - start:+.3f} | {own:.3f} "
-            f"| {tokens:,.0f} | {len(rows)} |"
+            f"{also}| {tokens:,.0f} | {len(rows)} |"
         )
     return "\n".join([*lines, "", *_comparisons(spec, of)]) + "\n"
+
+
+def _mean(rows: Sequence[dict[str, Any]], when: str, metric: str) -> str:
+    values = [r[when][metric] for r in rows if metric in r[when]]
+    return f"{np.mean(values):.3f}" if values else "-"
 
 
 def _comparisons(spec: Experiment, of: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     pairs = []
     for c in spec.compare:
-        seeds = sorted(of.get(c.first, {}).keys() & of.get(c.second, {}).keys())
+        metric = c.metric or spec.metric
+        second = c.first if c.second == START else c.second
+        seeds = sorted(of.get(c.first, {}).keys() & of.get(second, {}).keys())
         if len(seeds) >= 2:
-            values = [[of[a][s]["end"][spec.metric] for s in seeds] for a in (c.first, c.second)]
-            pairs.append((c, compare_paired(values[0], values[1])))
+            first = [of[c.first][s]["end"][metric] for s in seeds]
+            other = [of[second][s]["start" if c.second == START else "end"][metric] for s in seeds]
+            pairs.append((c, compare_paired(first, other)))
     if not pairs:
         return []
     adjusted = holm([done.p_t for _, done in pairs])
     lines = _header("comparison (paired over seeds)", "difference", "95% interval", "effect size", "p", "p (Holm)")
     for (c, done), p in zip(pairs, adjusted, strict=True):
+        named = f" ({c.metric})" if c.metric else ""
         lines.append(
-            f"| {c.first} - {c.second} | {done.difference:+.3f} | {done.low:+.3f} to {done.high:+.3f} "
+            f"| {c.first} - {c.second}{named} | {done.difference:+.3f} | {done.low:+.3f} to {done.high:+.3f} "
             f"| {done.effect:.2f} | {done.p_t:.3f} | {p:.3f} |"
         )
     return lines
