@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.config import Config, TrackingConfig
@@ -74,13 +76,35 @@ def _sinks(cfg: Config, run: RunDir) -> tuple[list[Sink], list[Callable[[], Any]
         writer = _extra("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(run.path / "tensorboard"))
         sinks.append(partial(_scalars, writer))
         closers.append(writer.close)
-    for name in ("wandb", "trackio"):
+    for name, settings in (("wandb", _wandb), ("trackio", _trackio)):
         if getattr(cfg.tracking, name):
             library = _extra(name, name)
-            library.init(project="coterie", name=run.path.name, config=cfg.model_dump(mode="json"))
+            _start(name, library, settings(run.path) | {"config": cfg.model_dump(mode="json")})
             sinks.append(partial(_log, library))
             closers.append(library.finish)
     return sinks, closers
+
+
+def _wandb(path: Path) -> dict[str, Any]:
+    """Everything it writes goes under the run directory; a continued run is the same one there."""
+    kept = path / "wandb" / "id"
+    kept.parent.mkdir(exist_ok=True)
+    if not kept.exists():
+        kept.write_text(secrets.token_hex(6), encoding="utf-8")
+    return {"name": path.name, "dir": str(path), "id": kept.read_text(encoding="utf-8"), "resume": "allow"}
+
+
+def _trackio(path: Path) -> dict[str, Any]:
+    return {"name": path.name, "resume": "allow"}
+
+
+def _start(name: str, library: Any, settings: dict[str, Any]) -> None:
+    try:
+        library.init(project="coterie", **settings)
+    except Exception as e:  # no login, no network: whatever it raises, the user has to act
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        hint = "; WANDB_MODE=offline keeps everything in the run directory" if name == "wandb" else ""
+        raise UserError(f"tracking.{name}: {reason}{hint}") from e
 
 
 def _scalars(writer: Any, step: int, metrics: dict[str, float]) -> None:
