@@ -160,6 +160,30 @@ def report(
     typer.echo(write_report(runs, out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))))
 
 
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A finished run directory, or a merged model.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    name: Annotated[str, typer.Option(help="Name on the hub, OWNER/MODEL; default: the folder's.")] = "",
+    results: Annotated[list[Path] | None, typer.Option(help="Output of `coterie eval --json`, for the card.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a folder ready for a model hub, with a model card: config, results, merge receipt. Uploads nothing.
+
+    Example: coterie export runs/tiny --out runs/tiny-export --name me/tiny-sums
+    """
+    from coterie.export import export as run
+
+    folder = run(source, out, name, results or ())
+    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    if as_json:
+        emit({"folder": str(folder), "files": files})
+    else:
+        typer.echo(
+            f"{folder}: {', '.join(files)}\nread README.md, then upload it: hf upload {name or 'OWNER/MODEL'} {folder}"
+        )
+
+
 @app.command(context_settings=OVERRIDES)
 def doctor(
     ctx: typer.Context,

@@ -72,10 +72,13 @@ def test_wandb_without_a_login_is_one_line(tmp_path: Path) -> None:
 def test_trackio_keeps_one_run(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     train_twice(tmp_path, "trackio")
-    read = (
-        "import trackio, json; runs = list(trackio.Api().runs('coterie'));"
-        "print('\\n' + json.dumps([len(runs), [(m['step'], m['own/reward']) for m in trackio.api.SQLiteStorage.get_logs('coterie', runs[0].name) if m['step']]]))"
-    )
+    read = """
+import json, trackio
+from trackio.api import SQLiteStorage
+runs = list(trackio.Api().runs("coterie"))
+rows = [(m["step"], m["own/reward"]) for m in SQLiteStorage.get_logs("coterie", runs[0].name) if m["step"]]
+print("\\n" + json.dumps([len(runs), rows]))
+"""
     env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
     done = subprocess.run([sys.executable, "-c", read], cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
