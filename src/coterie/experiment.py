@@ -22,10 +22,12 @@ import tomli_w
 from pydantic import Field, ValidationError
 
 from coterie.config import Section
+from coterie.curves import AXES, Axis, at_same, curve
 from coterie.errors import CoterieError, UserError
 from coterie.rundir import dumps, read_jsonl, write_atomic
 from coterie.stats import compare_paired, holm, mean_interval
 
+NODE_SEEDS = 1000  # distance of the seeds of two simulated swarms
 START = "start"  # in a comparison: the model that the arm started from
 
 
@@ -35,6 +37,9 @@ class Comparison(Section):
     """Another arm, or `start`: the first arm's own value before training."""
     metric: str = ""
     """Empty: the headline."""
+    axis: Axis = "end"
+    """The values at the `end` of the runs, or (headline only) where both runs of a seed have made as many steps (`step`), have
+    generated as many `tokens` or have used as much processor time (`cpu_s`): the most that both reach."""
 
 
 class Experiment(Section):
@@ -54,7 +59,8 @@ class Experiment(Section):
     config: dict[str, Any]
     """The config all arms share."""
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
-    """Arm -> what it changes, merged into `config`; the key `nodes` sets the number of nodes."""
+    """Arm -> what it changes, merged into `config`; the key `nodes` sets the number of nodes, and the table `simulation` what
+    a simulated swarm has of its own (:class:`coterie.simulate.Simulation`)."""
     compare: tuple[Comparison, ...] = ()
     """Pairs of arms for paired tests over seeds, corrected together (Holm)."""
     kind: Literal["runs", "parallel"] = "runs"
@@ -64,7 +70,7 @@ class Experiment(Section):
 
     def settings(self, arm: str) -> dict[str, Any]:
         """The config of an arm: the shared one with the arm's changes."""
-        return _merged(self.config, {k: v for k, v in self.arms[arm].items() if k != "nodes"})
+        return _merged(self.config, {k: v for k, v in self.arms[arm].items() if k not in ("nodes", "simulation")})
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,12 @@ class Job:
         return [self.folder] if self.nodes == 1 else [self.folder / f"node_{i}" for i in range(self.nodes)]
 
     def command(self, config: Path) -> list[str]:
-        args = (
-            ["train", str(config)] if self.nodes == 1 else ["swarm", "run", str(config), "--simulate", str(self.nodes)]
-        )
-        return [sys.executable, "-m", "coterie.cli", *args, "--run_dir", str(self.folder), "--seed", str(self.seed)]
+        if self.nodes == 1:
+            args = ["coterie.cli", "train", str(config), "--seed", str(self.seed)]
+        else:  # node i of a swarm has its seed plus i: far enough apart that no two swarms share a node's problems
+            swarm = ["--nodes", str(self.nodes), "--simulation", str(config.with_suffix(".simulation.toml"))]
+            args = ["coterie.simulate", str(config), *swarm, "--seed", str(NODE_SEEDS * self.seed)]
+        return [sys.executable, "-m", *args, "--run_dir", str(self.folder)]
 
 
 def load_experiment(path: Path) -> Experiment:
@@ -146,9 +154,7 @@ def _run_all(todo: list[Job], spec: Experiment, out: Path, jobs: int) -> None:
     for i, job in enumerate(todo):
         while len(running) >= jobs:
             _reap(running)
-        config = out / "configs" / f"{job.arm}.toml"
-        config.parent.mkdir(exist_ok=True)
-        config.write_text(tomli_w.dumps(_from_base(spec.settings(job.arm), spec, out)), encoding="utf-8")
+        config = _write_config(spec, job.arm, out)
         job.folder.mkdir(parents=True, exist_ok=True)
         log = open(out / f"{job.arm}-{job.seed}.log", "ab")  # noqa: SIM115  (the child owns it)
         running[job] = subprocess.Popen(job.command(config), stdout=log, stderr=log, env=environment)
@@ -156,6 +162,16 @@ def _run_all(todo: list[Job], spec: Experiment, out: Path, jobs: int) -> None:
         print(f"[{i + 1}/{len(todo)}] {job.arm} seed {job.seed}", flush=True)
     while running:
         _reap(running)
+
+
+def _write_config(spec: Experiment, arm: str, out: Path) -> Path:
+    """The config of an arm, and beside it what its simulated swarm has of its own."""
+    config = out / "configs" / f"{arm}.toml"
+    config.parent.mkdir(exist_ok=True)
+    config.write_text(tomli_w.dumps(_from_base(spec.settings(arm), spec, out)), encoding="utf-8")
+    own = tomli_w.dumps(spec.arms[arm].get("simulation", {}))
+    config.with_suffix(".simulation.toml").write_text(own, encoding="utf-8")
+    return config
 
 
 def _make_base(spec: Experiment, out: Path) -> None:
@@ -229,6 +245,7 @@ def _record(job: Job, spec: Experiment) -> dict[str, Any]:
         "generated_tokens": sum(r.get("tokens/generated", r.get("sft/tokens", 0.0)) for r in steps) / job.nodes,
         "trained_tokens": sum(r.get("loss/trained_tokens", 0.0) for r in steps) / job.nodes,
         "step_seconds": sum(r["time/step_s"] for r in steps) / job.nodes,
+        "curve": curve(logs, spec.metric),
     }
 
 
@@ -266,15 +283,18 @@ def _comparisons(spec: Experiment, of: dict[str, dict[int, dict[str, Any]]]) -> 
         second = c.first if c.second == START else c.second
         seeds = sorted(of.get(c.first, {}).keys() & of.get(second, {}).keys())
         if len(seeds) >= 2:
-            first = [of[c.first][s]["end"][metric] for s in seeds]
-            other = [of[second][s]["start" if c.second == START else "end"][metric] for s in seeds]
+            if c.axis == "end":
+                first = [of[c.first][s]["end"][metric] for s in seeds]
+                other = [of[second][s]["start" if c.second == START else "end"][metric] for s in seeds]
+            else:
+                first, other = at_same(c.axis, *([of[a][s]["curve"] for s in seeds] for a in (c.first, second)))
             pairs.append((c, compare_paired(first, other)))
     if not pairs:
         return []
     adjusted = holm([done.p_t for _, done in pairs])
     lines = _header("comparison (paired over seeds)", "difference", "95% interval", "effect size", "p", "p (Holm)")
     for (c, done), p in zip(pairs, adjusted, strict=True):
-        named = f" ({c.metric})" if c.metric else ""
+        named = (f" ({c.metric})" if c.metric else "") + (f", {AXES[c.axis]}" if c.axis != "end" else "")
         lines.append(
             f"| {c.first} - {c.second}{named} | {done.difference:+.3f} | {done.low:+.3f} to {done.high:+.3f} "
             f"| {done.effect:.2f} | {done.p_t:.3f} | {p:.3f} |"

@@ -60,7 +60,7 @@ class Trainer:
 
     def train_step(self) -> tuple[dict[str, float], list[Group]]:
         """One round of the loop. Returns its metrics and the node's own groups."""
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         result = self._own_groups()
         rolled = time.perf_counter()
         self.node.publish(result.groups)
@@ -72,9 +72,11 @@ class Trainer:
         if self.helpers is not None:
             metrics |= self._helper_metrics(self.helpers, result.groups)
         metrics |= {"update/own_groups": float(len(own)), "update/peer_groups": float(len(peers))}
+        metrics["update/mix_reward"] = mean_reward(own + peers)
         metrics |= self._update(self._batch(own + peers))
         end = time.perf_counter()
         metrics |= {
+            "time/cpu_s": time.process_time() - cpu,
             "time/rollout_s": rolled - start,
             "time/share_s": shared - rolled,
             "time/update_s": end - shared,
@@ -216,6 +218,12 @@ class Trainer:
             total += float((kl_estimate(now, start, "k3") * mask).sum())
             count += int(mask.sum())
         return total / count if count else 0.0
+
+
+def mean_reward(groups: Sequence[Group]) -> float:
+    """Mean reward of all answers trained on, whoever wrote them: a biased figure (the groups have passed filters)."""
+    rewards = [r for g in groups for r in g.valid_rewards]
+    return sum(rewards) / len(rewards) if rewards else 0.0
 
 
 def step_metrics(done: StepResult, lr: float) -> dict[str, float]:
