@@ -18,6 +18,11 @@ Row = dict[str, Any]
 Points = Sequence[dict[str, float]]
 
 
+def generated(row: Row) -> float:
+    """Tokens that a step's line of the metrics stands for: all that were sampled (supervised: trained on)."""
+    return float(row.get("tokens/generated", row.get("sft/tokens", 0.0)) + row.get("tokens/extra", 0.0))
+
+
 def curve(logs: Sequence[Sequence[Row]], metric: str) -> list[dict[str, float]]:
     """The points of a run from the metrics of its nodes, at the steps at which all of them evaluated."""
     steps = sorted(set.intersection(*({r["step"] for r in log if metric in r} for log in logs)))
@@ -28,7 +33,7 @@ def curve(logs: Sequence[Sequence[Row]], metric: str) -> list[dict[str, float]]:
         since = [r for r in until if r["step"] > (steps[i - 1] if i else 0)]
         point = {
             "step": float(step),
-            "tokens": sum(r.get("tokens/generated", 0.0) + r.get("tokens/extra", 0.0) for r in until) / len(logs),
+            "tokens": sum(generated(r) for r in until) / len(logs),
             "trained": sum(r.get("loss/trained_tokens", 0.0) for r in until) / len(logs),
             "cpu_s": sum(r.get("time/cpu_s", 0.0) for r in until) / len(logs),
             "metric": float(np.mean(values)),

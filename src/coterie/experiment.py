@@ -22,7 +22,7 @@ import tomli_w
 from pydantic import Field, ValidationError
 
 from coterie.config import Section
-from coterie.curves import AXES, Axis, at_same, curve
+from coterie.curves import AXES, Axis, at_same, curve, generated
 from coterie.errors import CoterieError, UserError
 from coterie.rundir import dumps, read_jsonl, write_atomic
 from coterie.stats import compare_paired, holm, mean_interval
@@ -210,10 +210,10 @@ def _reap(running: dict[Job, subprocess.Popen[bytes]]) -> None:
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes``: sections are merged, except `tasks`, which an arm replaces as a whole."""
+    """``base`` with ``changes``: sections are merged, except `tasks` and `roles`, which an arm replaces as a whole."""
     out = dict(base)
     for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict) and key != "tasks"
+        both = isinstance(value, dict) and isinstance(out.get(key), dict) and key not in ("tasks", "roles")
         out[key] = _merged(out[key], value) if both else value
     return out
 
@@ -242,7 +242,7 @@ def _record(job: Job, spec: Experiment) -> dict[str, Any]:
         "end": {k: float(np.mean([log[-1][k] for log in ends if k in log[-1]])) for k in keys},
         "end_per_node": [log[-1].get(spec.metric) for log in ends],
         "own_reward_last_tenth": float(np.mean([np.mean(tail) for tail in tails if tail] or [0.0])),
-        "generated_tokens": sum(r.get("tokens/generated", r.get("sft/tokens", 0.0)) for r in steps) / job.nodes,
+        "generated_tokens": sum(generated(r) for r in steps) / job.nodes,
         "trained_tokens": sum(r.get("loss/trained_tokens", 0.0) for r in steps) / job.nodes,
         "step_seconds": sum(r["time/step_s"] for r in steps) / job.nodes,
         "curve": curve(logs, spec.metric),
