@@ -79,6 +79,21 @@ class RolloutConfig(Section):
     """Extra rollout rounds to replace own groups without signal (the own-group filter). 0: keep what came."""
 
 
+class EngineConfig(Section):
+    """What samples. `vllm` has not been run on a GPU yet."""
+
+    kind: Literal["torch", "vllm"] = "torch"
+    """`torch`: from the policy's own weights, anywhere; `vllm`: a copy in vLLM, on a GPU (extra `vllm`)."""
+    gpu_memory: float = Field(0.4, gt=0, le=1)
+    """vllm: share of the GPU's memory for its weights and key/value cache."""
+    context: int = Field(0, ge=0)
+    """vllm: most tokens of prompt and answer together. 0: the model's own limit."""
+    sleep: bool = True
+    """vllm: free that memory during the update."""
+    eager: bool = False
+    """vllm: no CUDA graphs: starts faster, decodes slower."""
+
+
 class AdvantageConfig(Section):
     kind: Literal["mean_std", "mean", "rloo", "batch", "gae"] = "mean_std"
     """`mean_std` GRPO, `mean` Dr.GRPO, `rloo` leave-one-out, `batch` REINFORCE++, `gae` PPO with a value head."""
@@ -117,9 +132,10 @@ class LossConfig(Section):
         "surrogate", "positive", "tapered", "truncated_is", "masked", "ppo_is", "luffy", "aipo", "ce"
     ] = "positive"
     """Treatment of peers' trajectories."""
-    mu_source: Literal["recorded", "one"] = "recorded"
+    mu_source: Literal["recorded", "span", "one"] = "recorded"
     """Writer's probability of an external token: as recorded (unknown: 1 under `aipo`, token left out under `ppo_is`
-    and `truncated_is`), or 1 for all."""
+    and `truncated_is`); `span`: every token of a helper's reply gets the reply's geometric mean ratio, which also helpers
+    with another tokenizer have; or 1 for all."""
     c_min: float = Field(0.2, ge=0)
     """`aipo`: smallest coefficient where the advantage is positive. A bias towards imitation, chosen."""
     c_max: float = Field(1.0, gt=0)
@@ -176,6 +192,8 @@ class EvalConfig(Section):
     """Held-out problems per task."""
     samples: int = Field(4, ge=1)
     """Sampled answers per held-out problem, at the training temperature."""
+    ks: tuple[int, ...] = ()
+    """Also report pass@k for these k (each at most `samples`)."""
 
 
 class ScoringConfig(Section):
@@ -406,6 +424,9 @@ class Config(Section):
     """Where the run is written."""
     steps: int = Field(100, ge=0)
     """Training steps."""
+    tokens: int = Field(0, ge=0)
+    """Stop earlier, after the step in which this many tokens have been generated, helpers' words included (`sft`: trained
+    on). 0: no such limit. For comparing methods at equal cost."""
     seed: int = Field(0, ge=0)
     """All randomness derives from this, the step and the purpose."""
     threads: int = Field(0, ge=0)
@@ -413,6 +434,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     tasks: dict[str, TaskConfig] = Field(default_factory=dict)
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
@@ -432,6 +454,8 @@ class Config(Section):
         for name, tasks in self.parallel.experts.items():
             if unknown := [t for t in tasks if t not in self.tasks]:
                 raise ValueError(f"parallel.experts.{name}: no section [tasks.{unknown[0]}]")
+        if any(not 1 <= k <= self.eval.samples for k in self.eval.ks):
+            raise ValueError(f"eval.ks: pass@k needs k from 1 to eval.samples = {self.eval.samples}")
         if self.parallel.log_updates and self.model.lora_rank:
             raise ValueError(
                 "parallel.log_updates: updates of LoRA factors do not add up to the delta; train all weights"

@@ -51,8 +51,15 @@ class Evaluation:
         """Mean over tasks (each task counts the same); NaN if any task could not be scored."""
         return float(np.mean([t.accuracy() for t in self.tasks.values()])) if self.tasks else float("nan")
 
-    def metrics(self) -> dict[str, float]:
+    def pass_at(self, k: int) -> float:
+        """pass@k, mean over tasks; NaN if a problem has fewer than ``k`` scored answers."""
+        if not self.tasks or any(0 < n < k for t in self.tasks.values() for n in t.scored):
+            return float("nan")
+        return float(np.mean([pass_at_k(t.scored, t.correct, k) for t in self.tasks.values()]))
+
+    def metrics(self, ks: Sequence[int] = ()) -> dict[str, float]:
         out = {"eval/accuracy": self.accuracy(), "time/eval_s": self.seconds}
+        out |= {f"eval/pass_{k}": self.pass_at(k) for k in ks}
         for name, t in self.tasks.items():
             low, high = t.interval()
             out |= {f"eval/{name}/accuracy": t.accuracy(), f"eval/{name}/low": low, f"eval/{name}/high": high}

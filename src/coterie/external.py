@@ -93,6 +93,26 @@ def recorded(behavior_logprobs: Tensor) -> Tensor:
     return behavior_logprobs.isfinite() & (behavior_logprobs <= 1e-3)  # [B, T]
 
 
+def whole_replies(old_logprobs: Tensor, mu_logprobs: Tensor, known: Tensor, helper: Tensor) -> Tensor:
+    """``log mu`` with which each token of a reply has the reply's geometric mean ratio.
+
+    A reply is a stretch of neighbouring ``helper`` tokens, n of them; each gets ``rho0 = exp(sum(log pi_old - log mu) /
+    n)``. Only the sum of ``log mu`` matters, which helpers with another tokenizer know too. Replies with an unknown token,
+    and tokens outside ``helper``, keep what they have.
+    """
+    check_shapes(old_logprobs=old_logprobs, mu_logprobs=mu_logprobs, known=known, helper=helper)
+    old = old_logprobs.detach()  # [B, T]
+    before = torch.nn.functional.pad(helper, (1, 0))[:, :-1]  # [B, T]
+    reply = (helper & ~before).cumsum(1) * helper  # [B, T] 0: no reply, else its number in the row
+    n, n_known, gap = torch.zeros(3, *reply.shape[:1], int(reply.max()) + 1, dtype=old.dtype, device=old.device)
+    n.scatter_add_(1, reply, torch.ones_like(old))  # [B, replies + 1]
+    n_known.scatter_add_(1, reply, known.to(old.dtype))  # [B, replies + 1]
+    gap.scatter_add_(1, reply, old - mu_logprobs)  # [B, replies + 1]
+    mean = (gap / n.clamp(min=1)).gather(1, reply)  # [B, T]
+    whole = helper & (n_known == n).gather(1, reply)  # [B, T]
+    return torch.where(whole, old - mean, mu_logprobs)  # [B, T]
+
+
 def positive_coefficient(advantages: Tensor) -> Tensor:
     """1 where ``A > 0``, else 0."""
     return (advantages > 0).to(advantages.dtype)  # [B, T]

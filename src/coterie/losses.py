@@ -33,6 +33,7 @@ from coterie.external import (
     recorded,
     tapered_coefficient,
     truncated_coefficient,
+    whole_replies,
 )
 from coterie.loss_metrics import LossOutput, diagnostics
 from coterie.types import Source
@@ -223,6 +224,8 @@ def _tokens(logprobs: Tensor, old: Tensor, batch: Batch, cfg: LossConfig, who: P
         mu, known = torch.zeros_like(old), torch.ones_like(known)  # [B, T]
     else:
         mu = torch.where(known, batch.behavior_logprobs.to(old.dtype), torch.zeros_like(old))  # [B, T]
+    if cfg.mu_source == "span":
+        mu = whole_replies(old, mu, known, who.helper)  # [B, T]
     return Tokens(logprobs, old, log_ratio, mu, known, batch.advantages.to(old.dtype))
 
 

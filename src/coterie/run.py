@@ -14,6 +14,7 @@ import torch
 from coterie.checkpoint import Checkpoint, load_latest, save_checkpoint
 from coterie.config import Config
 from coterie.console import RunConsole
+from coterie.engines.base import Engine
 from coterie.engines.torch import TorchEngine
 from coterie.errors import CoterieError, UserError
 from coterie.helpers.roles import build_helpers
@@ -73,6 +74,15 @@ def dry_run(cfg: Config) -> None:
     build_tasks(cfg.tasks).eval_problems(cfg.eval.problems)
 
 
+def make_engine(cfg: Config, policy: Policy) -> Engine:
+    """The engine that ``cfg.engine`` names."""
+    if cfg.engine.kind == "torch":
+        return TorchEngine(policy, token_budget=cfg.rollout.token_budget)
+    from coterie.engines.vllm import VllmEngine
+
+    return VllmEngine(policy, cfg.model.name, cfg.engine)
+
+
 @contextmanager
 def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
     """All parts of a node, closed in the right order whatever happens. ``hub``: where nodes of one process meet."""
@@ -83,7 +93,7 @@ def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
         scorer = stack.enter_context(Scorer(cfg.scoring))
         critic = cfg.method == "rl" and cfg.advantage.kind == "gae"
         policy = Policy.load(cfg.model, seed=cfg.seed, optim=cfg.optim, value_head=critic)
-        engine = TorchEngine(policy, token_budget=cfg.rollout.token_budget)
+        engine = make_engine(cfg, policy)
         node = open_node(
             cfg,
             encoder=policy.encoder,
@@ -130,12 +140,12 @@ class Run:
 
     @property
     def done(self) -> bool:
-        return self.trainer.step >= self.cfg.steps
+        return self.trainer.finished
 
     def begin(self) -> None:
         """The evaluation before training (line 0 of the metrics), unless the run was resumed."""
         if self.trainer.step == 0:
-            self._log(self.trainer.evaluate().metrics())
+            self._log(self.trainer.evaluate().metrics(self.cfg.eval.ks))
 
     def advance(self) -> None:
         """One training step: log it, evaluate and save when due."""
@@ -143,6 +153,7 @@ class Run:
         if self._updates:
             self._updates.watch()
         metrics, groups = trainer.train_step()
+        trainer.tokens += int(metrics.get("tokens/generated", metrics.get("sft/tokens", 0.0)))
         if self._updates:
             metrics |= self._updates.append()
         while trainer.node.events:
@@ -181,14 +192,18 @@ def train(cfg: Config, *, quiet: bool = False) -> Summary:
 def _held_out(trainer: Trainer, groups: list[Group]) -> dict[str, float]:
     """Evaluation metrics, when they are due."""
     cfg = trainer.cfg
-    if trainer.step != cfg.steps and not (cfg.eval.every and trainer.step % cfg.eval.every == 0):
+    if not trainer.finished and not (cfg.eval.every and trainer.step % cfg.eval.every == 0):
         return {}
-    return {**trainer.evaluate().metrics(), "policy/kl_to_start": trainer.kl_to_start(groups)}
+    return {**trainer.evaluate().metrics(cfg.eval.ks), "policy/kl_to_start": trainer.kl_to_start(groups)}
 
 
 def save(trainer: Trainer, run: RunDir) -> None:
     """Everything the next step depends on. Randomness needs no state: it is derived from seed, step and purpose."""
-    state: dict[str, Any] = {"node": trainer.node.state_dict(), "quiet_steps": trainer.guard.quiet}
+    state: dict[str, Any] = {
+        "node": trainer.node.state_dict(),
+        "quiet_steps": trainer.guard.quiet,
+        "tokens": trainer.tokens,
+    }
     save_checkpoint(
         run.checkpoints,
         Checkpoint(trainer.step, trainer.policy.weights(), trainer.policy.optimizer_state(), state),
@@ -216,6 +231,7 @@ def resume(trainer: Trainer, run: RunDir, console: RunConsole) -> None:
         trainer.policy.load_optimizer_state(found.optimizer)
         trainer.node.load_state_dict(found.state["node"])
         trainer.guard.quiet = int(found.state["quiet_steps"])
+        trainer.tokens = int(found.state.get("tokens", 0))
     except (CoterieError, KeyError, TypeError, ValueError) as e:
         where = run.checkpoints / f"step_{found.step:06d}"
         raise CoterieError(f"checkpoint {where}: not of this run ({e}); remove it to go on from the one before") from e

@@ -54,6 +54,7 @@ class Trainer:
     node: Node = field(default_factory=SoloNode)
     helpers: HelperSet | None = None
     step: int = 0
+    tokens: int = 0  # generated so far (supervised: trained on)
 
     def __post_init__(self) -> None:
         self.guard = CollapseGuard(self.cfg.helpers.collapse_steps)
@@ -187,6 +188,11 @@ class Trainer:
             metrics = loss_metrics(outputs) | critic_metrics(critic)
         metrics["policy/nothing_to_train"] = 0.0
         return metrics | step_metrics(done, self._lr())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has had its steps, or its tokens."""
+        return self.step >= self.cfg.steps or 0 < self.cfg.tokens <= self.tokens
 
     def _lr(self) -> float:
         warmup = self.cfg.optim.warmup_steps

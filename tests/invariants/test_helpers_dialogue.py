@@ -395,7 +395,7 @@ def test_characters_the_policy_cannot_write_are_left_out() -> None:
     plain = PromptEncoder(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>"))
     cfg = config({"knowledge": {"backend": "scripted", "call": "x:y"}}, form="short")
     helpers = HelperSet(cfg, plain, 60, {}, load_form("short"))
-    assert plain.decode(helpers.body("knowledge", None, None, "aébc<eos>a").token_ids) == "aba"
+    assert plain.decode(helpers.body("knowledge", HelperReply("aébc<eos>a", "x")).token_ids) == "aba"
 
 
 def test_short_form_with_a_plain_tokenizer() -> None:

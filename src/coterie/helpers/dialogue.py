@@ -117,7 +117,7 @@ class _Dialogue:
         """Insert a reply, or the note that there is none."""
         if isinstance(outcome, HelperReply):
             self.helpers.offered_logprobs[request.role] = outcome.offered_logprobs
-            body = self.helpers.body(request.role, outcome.token_ids, outcome.logprobs, outcome.text)
+            body = self.helpers.body(request.role, outcome)
             if body.token_ids:
                 self._wrapper("open")
                 start = len(self.ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class LocalHelper:
             token_ids=ids if self.same_tokenizer else None,
             # A greedy reply was not sampled from the distribution whose log-probs an engine could report.
             logprobs=tuple(map(float, sample.logprobs)) if self.same_tokenizer and self.temperature > 0 else None,
+            span_logprob=math.fsum(map(float, sample.logprobs)) if self.temperature > 0 else None,
             cut=sample.stop_reason is StopReason.LENGTH,
             latency_s=latency_s,
             offered_logprobs=self.temperature > 0,

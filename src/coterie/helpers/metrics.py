@@ -33,7 +33,7 @@ def helper_metrics(
         "helpers/asking": _mean([bool(t.consults) for t in rows]),
         "helpers/lost": _mean([t.failed is not None for t in rows]),
         "helpers/void": _mean([not t.consults and not answered(t.text) and t.truncated for t in rows]),
-        "helpers/self_feedback": _mean([feedback_tag in t.text for t in rows]),
+        "helpers/self_feedback": _mean([bool(feedback_tag) and feedback_tag in t.text for t in rows]),
         "helpers/token_share": sum(int((t.source == Source.HELPER).sum()) for t in rows) / tokens,
         "helpers/context_share": sum(int((_response(t) == Source.CONTEXT).sum()) for t in rows) / tokens,
         "helpers/known_logprobs": _mean([k for t in rows for k in _known(t)]),

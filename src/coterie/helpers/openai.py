@@ -149,6 +149,7 @@ class OpenAIHelper:
             helper=self.name,
             token_ids=ids,
             logprobs=logprobs if known and valid else None,
+            span_logprob=math.fsum(logprobs) if logprobs and valid and self.cfg.temperature == 1.0 else None,
             cut=choice.finish_reason == "length",
             offered_logprobs=bool(logprobs) and valid,
         )

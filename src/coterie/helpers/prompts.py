@@ -132,7 +132,8 @@ def _check_keys(data: Any, known: set[str], where: str) -> None:
 
 def _check_tags(tags: list[Tags], data: Mapping[str, Any], where: str) -> None:
     marks = {f"{t.role}.{k}": v for t in tags for k, v in (("start", t.start), ("end", t.end))}
-    for key, mark in {**marks, "open": data["open"].strip(), "close": data["close"].strip()}.items():
+    around = {key: data[key].strip() for key in ("open", "close") if data[key]}  # a reply may also stand bare
+    for key, mark in {**marks, **around}.items():
         if not any(not (c.isalnum() or c.isspace() or c == "_") for c in mark):
             raise UserError(f"{where} {key}: {mark!r} has no sign that sets it apart from ordinary words")
     starts = [t.start for t in tags]

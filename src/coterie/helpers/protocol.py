@@ -29,13 +29,15 @@ class HelperReply:
     """A helper's words.
 
     ``token_ids`` is set only if the helper has the policy's tokenizer; ``logprobs`` (same length) only if they are those
-    of the distribution the ids were sampled from. ``cut``: the helper hit its own token limit.
+    of the distribution the ids were sampled from. ``span_logprob``: that of the whole text, known to helpers with any
+    tokenizer. ``cut``: the helper hit its own token limit.
     """
 
     text: str
     helper: str
     token_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None
+    span_logprob: float | None = None
     cut: bool = False
     latency_s: float = 0.0
     offered_logprobs: bool = False  # the helper returned log-probs, whether or not they can be aligned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from coterie.helpers.budget import make_budget
 from coterie.helpers.openai import OpenAIHelper
 from coterie.helpers.pool import HelperPool
 from coterie.helpers.prompts import Form, RolePrompt, load_form
-from coterie.helpers.protocol import HelperRequest, InProcessHelper, Outcome, Tags, tag_strings
+from coterie.helpers.protocol import HelperReply, HelperRequest, InProcessHelper, Outcome, Tags, tag_strings
 from coterie.helpers.sanitise import sanitise, strip_think
 from coterie.helpers.scripted import call_helper, table_helper
 
@@ -49,8 +50,11 @@ class HelperSet:
         form: Form,
         *,
         context: int | None = None,
+        span_mu: bool = False,
     ) -> None:
-        """``context``: longest sequence the policy takes; None is unlimited."""
+        """``context``: longest sequence the policy takes; None is unlimited. ``span_mu``: the loss wants log-probs of whole
+        replies where those of their tokens are unknown."""
+        self.span_mu = span_mu
         self.cfg = cfg
         self.encoder = encoder
         self.context = context
@@ -71,7 +75,8 @@ class HelperSet:
         self.budget = make_budget(cfg, max_response, wrappers, len(self.ids["unavailable"]))
         ends = encoder.tokenizer.convert_ids_to_tokens(sorted(encoder.eos_ids))
         special = [t for t in dict.fromkeys((*encoder.tokenizer.all_special_tokens, *ends)) if t]
-        self._forbidden = [form.open.strip(), form.close.strip(), *tag_strings(self.tags), *special]
+        around = [s.strip() for s in (form.open, form.close) if s]
+        self._forbidden = [*around, *tag_strings(self.tags), *special]
         self._special_ids = frozenset({*encoder.tokenizer.all_special_ids, *encoder.eos_ids})
         self.pool = HelperPool(cfg) if any(isinstance(h, OpenAIHelper) for h in helpers.values()) else None
 
@@ -116,31 +121,43 @@ class HelperSet:
     def max_tokens(self, role: str) -> int:
         return self.cfg.roles[role].max_tokens or self.cfg.feedback_tokens
 
-    def body(self, role: str, reply_ids: Sequence[int] | None, logprobs: Sequence[float] | None, text: str) -> Body:
+    def body(self, role: str, reply: HelperReply) -> Body:
         """A reply as it goes into the trajectory; no ids if nothing usable is left of it.
 
         A reply in the policy's own tokens that needs no cleaning keeps its ids and log-probs (cutting at a token leaves
-        the log-probs of the rest exact). Any other is cleaned and encoded, and its log-probs are unknown.
+        the log-probs of the rest exact). Any other is cleaned and encoded; see :meth:`_shared` for its log-probs.
         """
         cap = self.cfg.feedback_tokens
         cut_answers = self.form.roles[role].cut_answers
-        if reply_ids is not None:
-            ids = list(reply_ids)
+        if reply.token_ids is not None:
+            ids = list(reply.token_ids)
             while ids and ids[-1] in self.encoder.eos_ids:
                 ids.pop()
             kept = ids[:cap]
             inner = self.encoder.decode(kept) if self._known(kept) else ""
             if inner.strip() and sanitise(inner, self._forbidden, cut_answers=cut_answers) == inner:
-                known = list(logprobs[: len(kept)]) if logprobs is not None else [float("nan")] * len(kept)
+                known = [math.nan] * len(kept) if reply.logprobs is None else list(reply.logprobs[: len(kept)])
                 return Body(kept, known, inner, len(ids) > cap)
-        shown = strip_think(text)
+        shown = strip_think(reply.text)
         limit = cap * _CHARS_PER_TOKEN
         clean = sanitise(shown[:limit], self._forbidden, cut_answers=cut_answers).strip()
         # What is special here is the mark for characters that the tokenizer does not know: those are left out.
         ids = [i for i in encode_inner(self.encoder, clean) if i not in self._special_ids] if clean else []
         kept = ids[:cap]
         inner = clean if len(kept) == len(ids) else self.encoder.decode(kept)
-        return Body(kept, [float("nan")] * len(kept), inner, len(kept) < len(ids) or len(shown) > limit)
+        logprobs = self._shared(reply, len(kept)) if inner == reply.text else [math.nan] * len(kept)
+        return Body(kept, logprobs, inner, len(kept) < len(ids) or len(shown) > limit)
+
+    def _shared(self, reply: HelperReply, n: int) -> list[float]:
+        """Log-probs of the ``n`` policy tokens of a reply inserted whole, of which that of the text is known.
+
+        One token has it all, and the tokens of a text that was certain are certain. With ``loss.mu_source = "span"`` any
+        other text's is shared out evenly, for a loss that only looks at its mean over the reply.
+        """
+        total = reply.span_logprob
+        if total is None or not (n == 1 or total == 0.0 or self.span_mu):
+            return [math.nan] * n
+        return [total / n] * n
 
     def _known(self, ids: Sequence[int]) -> bool:
         size = len(self.encoder.tokenizer)
@@ -191,7 +208,8 @@ def build_helpers(
         for role, h in cfg.helpers.roles.items()
     }
     context = _context(policy) if policy is not None else None
-    return HelperSet(cfg.helpers, encoder, cfg.rollout.max_new_tokens, helpers, form, context=context)
+    span_mu = cfg.loss.mu_source == "span"
+    return HelperSet(cfg.helpers, encoder, cfg.rollout.max_new_tokens, helpers, form, context=context, span_mu=span_mu)
 
 
 def _context(policy: Policy) -> int | None:

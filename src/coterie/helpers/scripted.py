@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from coterie.importing import load_function
 
 @dataclass(frozen=True)
 class ScriptedHelper:
-    """``function(request) -> reply text``. What it raises counts as a failure of the helper, not of the rollout."""
+    """``function(request) -> reply text``, or text and its log-prob. What it raises counts as a failure of the helper, not
+    of the rollout."""
 
     name: str
-    function: Callable[[HelperRequest], str]
+    function: Callable[[HelperRequest], str | tuple[str, float]]
 
     def respond_batch(self, requests: Sequence[HelperRequest]) -> list[Outcome]:
         return [self._one(r) for r in requests]
@@ -24,12 +26,17 @@ class ScriptedHelper:
     def _one(self, request: HelperRequest) -> Outcome:
         start = time.monotonic()
         try:  # the edge to a user's code: one question's error must not end the other rollouts
-            text = self.function(request)
+            said = self.function(request)
+            text, logprob = (said, None) if isinstance(said, str) else (said[0], float(said[1]))
         except Exception as e:
             return HelperFailure("script", f"{type(e).__name__}: {e}", self.name, time.monotonic() - start)
         if not isinstance(text, str) or not text.strip():
             return HelperFailure("empty", f"returned {type(text).__name__}, not text", self.name)
-        return HelperReply(text, self.name, latency_s=time.monotonic() - start)
+        known = logprob is not None and math.isfinite(logprob) and logprob <= 0
+        waited = time.monotonic() - start
+        return HelperReply(
+            text, self.name, span_logprob=logprob if known else None, latency_s=waited, offered_logprobs=known
+        )
 
 
 def table_helper(table: Mapping[str, str]) -> ScriptedHelper:
