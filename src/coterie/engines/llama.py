@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coterie.engines.weights import Layer, Weights
+from coterie.engines.weights import Layer, Linear, Weights
 
 _ROWS = 8  # rows are computed in multiples of this: a new row count costs kernel set-up
 _PREFILL_TOKENS = 4096  # tokens of prompts computed at once
@@ -40,7 +40,7 @@ class LlamaDecoder:
         """Run the prompts; row ``r`` continues ``prompts[owner[r]]``. Returns next-token logits [R, V]."""
         w, device = self.w, self.w.device
         longest = max(map(len, prompts))
-        self.angles = w.angles(longest + max_new_tokens)  # [T, D/2]
+        self.angles = w.rotary.angles(longest + max_new_tokens)  # [T, D/2]
         shape = (2, len(prompts), w.kv_heads, _ceil(longest, _LANES), w.head_dim)
         # [2, P, Hkv, Tp, D] a layer; zeros, since what is masked is still multiplied (by 0)
         self.prompt_kv = [torch.zeros(shape, dtype=w.dtype, device=device) for _ in w.layers]
@@ -54,7 +54,7 @@ class LlamaDecoder:
         size = (2, _ceil(self.rows, _ROWS), w.kv_heads, max_new_tokens, w.head_dim)
         self.own_kv = [torch.empty(size, dtype=w.dtype, device=device) for _ in w.layers]  # [2, R, Hkv, T, D]
         self._assign_slots()
-        logits = w.head(F.rms_norm(last, last.shape[-1:], w.norm, w.eps))  # [P, V]
+        logits = _linear(w.head, F.rms_norm(last, last.shape[-1:], w.norm, w.eps))  # [P, V]
         return logits[self.prompt_of_row[: self.rows]]  # [R, V]
 
     @torch.inference_mode()
@@ -65,11 +65,11 @@ class LlamaDecoder:
         angles = self.angles[self.position].unsqueeze(1)  # [R, 1, D/2]
         x = F.embedding(self.token, w.embedding)  # [R, d]
         for i, layer in enumerate(w.layers):
-            x = layer.out.plus(self._attention(i, layer, self._norm(x, layer.attention_norm), angles), x)  # [R, d]
-            x = _mlp(layer, self._norm(x, layer.mlp_norm), x)  # [R, d]
+            x = x + _linear(layer.out, self._attention(i, layer, self._norm(x, layer.attention_norm), angles))  # [R, d]
+            x = x + _mlp(layer, self._norm(x, layer.mlp_norm))  # [R, d]
         self.length += 1
         self.position += 1
-        logits = w.head(self._norm(x, w.norm))  # [R, V]
+        logits = _linear(w.head, self._norm(x, w.norm))  # [R, V]
         return logits[: self.rows]
 
     @torch.inference_mode()
@@ -178,17 +178,23 @@ class LlamaDecoder:
                 out1[:] = F.scaled_dot_product_attention(
                     q1[None], k1[None], v1[None], is_causal=True, scale=1.0, enable_gqa=True
                 )[0]
-            x = layer.out.plus(out.flatten(1), x)  # [N, d]
-            x = _mlp(layer, self._norm(x, layer.mlp_norm), x)  # [N, d]
+            x = x + _linear(layer.out, out.flatten(1))  # [N, d]
+            x = x + _mlp(layer, self._norm(x, layer.mlp_norm))  # [N, d]
         return x[torch.tensor(lengths, device=device).cumsum(0) - 1]  # [P, d]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, self.w.eps)  # [N, d]
 
 
-def _mlp(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
-    """residual + down(silu(gate(x)) * up(x)), [N, d]"""
-    return layer.down.plus(layer.up.times(x, layer.gate.silu(x)), residual)
+def _linear(layer: Linear, x: Tensor) -> Tensor:
+    """[N, in] -> [N, out] in the type of the weight"""
+    weight, bias = layer
+    return F.linear(x.to(weight.dtype), weight, bias)
+
+
+def _mlp(layer: Layer, x: Tensor) -> Tensor:
+    """down(silu(gate(x)) * up(x)), [N, d]"""
+    return _linear(layer.down, F.silu(_linear(layer.gate, x)) * _linear(layer.up, x))
 
 
 def _views(own: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -200,7 +206,7 @@ def _views(own: Tensor, prompt: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 def _project(w: Weights, layer: Layer, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``x [N, d]`` -> q [N, H, D] and k [N, Hkv, D] with Qwen3's norms and rotary embedding applied, v [N, Hkv, D]."""
-    qkv = layer.qkv(x).view(x.shape[0], -1, w.head_dim)  # [N, H + 2 Hkv, D]
+    qkv = _linear(layer.qkv, x).view(x.shape[0], -1, w.head_dim)  # [N, H + 2 Hkv, D]
     qk = qkv[:, : w.heads + w.kv_heads]  # [N, H + Hkv, D]
     if layer.query_norm is not None and layer.key_norm is not None:
         q = F.rms_norm(qk[:, : w.heads].float(), (w.head_dim,), layer.query_norm, w.eps)  # [N, H, D]
@@ -211,9 +217,10 @@ def _project(w: Weights, layer: Layer, x: Tensor, angles: Tensor) -> tuple[Tenso
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary embedding of ``x [N, heads, D]``, pairs side by side, by ``angles [N, 1, D/2]``."""
-    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))  # [N, heads, D/2]
-    return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)  # [N, heads, D]
+    """Rotary embedding of ``x [N, heads, D]``, each dimension with the one D/2 on, by ``angles [N, 1, D/2]``."""
+    halves = x.float().view(*x.shape[:-1], 2, -1).transpose(-1, -2)  # [N, heads, D/2, 2]
+    turned = torch.view_as_complex(halves.contiguous()) * angles  # [N, heads, D/2]
+    return torch.view_as_real(turned).transpose(-1, -2).flatten(-2).to(x.dtype)  # [N, heads, D]
 
 
 def _in_blocks(p: Tensor, values: Tensor) -> Tensor:

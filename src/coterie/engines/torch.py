@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.engines.base import check_request
+from coterie.engines.compiled import CompiledDecoder, Packed, pack, packable
 from coterie.engines.llama import LlamaDecoder
 from coterie.engines.reference import ReferenceDecoder
 from coterie.engines.sampling import Sampler, uniforms
@@ -68,7 +69,7 @@ class TorchEngine:
         self.policy = policy
         self.token_budget = token_budget
         self.reference = reference
-        self._laid_out: tuple[tuple[Any, ...], Weights] | None = None
+        self._laid_out: tuple[tuple[Any, ...], Packed | Weights] | None = None
 
     def generate(
         self,
@@ -101,8 +102,10 @@ class TorchEngine:
         current = version(model)
         if self._laid_out is None or self._laid_out[0] != current:
             self._laid_out = None  # not two copies at once
-            self._laid_out = (current, lay_out(model, self.policy.dtype))
-        return LlamaDecoder(self._laid_out[1])
+            weights = lay_out(model, self.policy.dtype)
+            self._laid_out = (current, pack(weights) if packable(weights) else weights)
+        ready = self._laid_out[1]
+        return CompiledDecoder(ready) if isinstance(ready, Packed) else LlamaDecoder(ready)
 
     def release(self) -> None:
         """Drop the copy of the weights kept for decoding; the next :meth:`generate` makes it again."""

@@ -1,7 +1,5 @@
-"""The weights of a Llama-family model, laid out for decoding: fused, adapters folded in, packed for the CPU's matrix kernels.
-
-A copy is made once per version of the weights. What the copy changes, it changes exactly: the query scale and the order
-of each head's dimensions are folded into the query and key projections, so that rotary embedding is one complex product.
+"""The weights of a Llama-family model, laid out for decoding: query, key and value projections fused, query scale and adapters
+folded in. Made once per version of the weights; what need not change is shared with the model.
 """
 
 from __future__ import annotations
@@ -11,71 +9,43 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # tables that do not depend on the text's length
-_ROWS = 64  # the row count oneDNN packs for; a constant, so that results do not depend on how many rows there are
 
 
-class Projection:
-    """``x @ W.T + b``, followed by what usually follows it, in one kernel where the device has one.
-
-    On a CPU in float32 the weight is packed for oneDNN: measured 2.3 times the rate of the default kernel on AVX-512, and
-    a row's result does not depend, to the last bit, on how many rows are multiplied with it.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.bias = None if bias is None else bias.to(dtype)  # [out]
-        onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        self.packed = onednn and weight.device.type == "cpu" and dtype == torch.float32
-        if self.packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous(), _ROWS)
-        else:
-            self.weight = weight.to(dtype)  # [out, in]
-        self.dtype = dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[N, in] -> [N, out]"""
-        if self.packed:
-            return _onednn(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
-        return F.linear(x.to(self.dtype), self.weight, self.bias)
-
-    def silu(self, x: Tensor) -> Tensor:
-        """silu(self(x)) [N, out]"""
-        if self.packed:
-            return _onednn(x, self.weight, self.bias, "swish", [], "")  # type: ignore[no-any-return]
-        return F.silu(self(x))
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """self(x) * other [N, out]"""
-        if self.packed:
-            return _onednn.binary(x, other, self.weight, self.bias, "mul")  # type: ignore[no-any-return]
-        return self(x) * other
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """self(x) + other [N, out]"""
-        if self.packed:
-            return _onednn.binary(x, other, self.weight, self.bias, "add")  # type: ignore[no-any-return]
-        return self(x) + other
+Linear = tuple[Tensor, Tensor | None]  # weight [out, in], bias [out]
 
 
-_onednn: Any = torch.ops.mkldnn._linear_pointwise
+@dataclass(frozen=True)
+class Rotary:
+    """The model's own rotary embedding, as a table."""
+
+    module: nn.Module
+    head_dim: int  # D
+    device: torch.device
+
+    def angles(self, length: int) -> Tensor:
+        """[length, D / 2] complex64: what position ``t`` multiplies the pairs of a query or key with."""
+        positions = torch.arange(length, device=self.device)[None]  # [1, T]
+        cos, sin = self.module(torch.zeros((), device=self.device), positions)  # [1, T, D], [1, T, D]
+        half = self.head_dim // 2
+        return torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
 
 
 @dataclass(frozen=True)
 class Layer:
     attention_norm: Tensor  # [d]
-    qkv: Projection  # d -> (H + 2 Hkv) D
+    qkv: Linear  # d -> (H + 2 Hkv) D
     query_norm: Tensor | None  # [D], Qwen3
     key_norm: Tensor | None  # [D]
-    out: Projection  # H D -> d
+    out: Linear  # H D -> d
     mlp_norm: Tensor  # [d]
-    gate: Projection  # d -> f
-    up: Projection  # d -> f
-    down: Projection  # f -> d
+    gate: Linear  # d -> f
+    up: Linear  # d -> f
+    down: Linear  # f -> d
 
 
 @dataclass(frozen=True)
@@ -83,21 +53,14 @@ class Weights:
     embedding: Tensor  # [V, d], shared with the model
     layers: list[Layer]
     norm: Tensor  # [d]
-    head: Projection  # d -> V
+    head: Linear  # d -> V
     eps: float
     heads: int  # H
     kv_heads: int  # Hkv
     head_dim: int  # D
-    rotary: nn.Module  # the model's own, for its table of angles
+    rotary: Rotary
     dtype: torch.dtype  # of products; the residual stream keeps the embedding's
     device: torch.device
-
-    def angles(self, length: int) -> Tensor:
-        """[length, D / 2] complex64: what position ``t`` multiplies the pairs of a query or key with."""
-        positions = torch.arange(length, device=self.device)[None]  # [1, T]
-        cos, sin = self.rotary(torch.zeros((), device=self.device), positions)  # [1, T, D], [1, T, D]
-        half = self.head_dim // 2
-        return torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
 
 
 def why_not(model: Any) -> str | None:
@@ -165,51 +128,55 @@ def lay_out(model: Any, dtype: torch.dtype) -> Weights:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Weights(
         embedding=lm.model.embed_tokens.weight.detach(),
-        layers=[_layer(layer, head_dim, dtype) for layer in lm.model.layers],
+        layers=[_layer(layer, dtype) for layer in lm.model.layers],
         norm=lm.model.norm.weight.detach(),
-        head=Projection(*_dense(lm.lm_head), dtype),
+        head=_typed(_dense(lm.lm_head), dtype),
         eps=config.rms_norm_eps,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
-        rotary=lm.model.rotary_emb,
+        rotary=Rotary(lm.model.rotary_emb, head_dim, lm.model.embed_tokens.weight.device),
         dtype=dtype,
         device=lm.model.embed_tokens.weight.device,
     )
 
 
-def _layer(layer: Any, head_dim: int, dtype: torch.dtype) -> Layer:
+def _layer(layer: Any, dtype: torch.dtype) -> Layer:
     a, m = layer.self_attn, layer.mlp
     scale = float(a.scaling)
     normed = getattr(a, "q_norm", None) is not None
     parts = [_dense(a.q_proj), _dense(a.k_proj), _dense(a.v_proj)]
-    weights = [_paired(parts[0][0], head_dim) * (1.0 if normed else scale), _paired(parts[1][0], head_dim), parts[2][0]]
     biases = list(_biases(parts))
-    if biases:
-        biases = [
-            _paired(biases[0], head_dim) * (1.0 if normed else scale), _paired(biases[1], head_dim), biases[2]
-        ]  # fmt: skip
+    if not normed:
+        parts[0] = (parts[0][0] * scale, None)
+        biases[:1] = [b * scale for b in biases[:1]]
+    weight = torch.cat([w for w, _ in parts])
     return Layer(
         attention_norm=layer.input_layernorm.weight.detach(),
-        qkv=Projection(torch.cat(weights), torch.cat(biases) if biases else None, dtype),
-        query_norm=_paired(a.q_norm.weight.detach(), head_dim) * scale if normed else None,
-        key_norm=_paired(a.k_norm.weight.detach(), head_dim) if normed else None,
-        out=Projection(*_dense(a.o_proj), dtype),
+        qkv=_typed((weight, torch.cat(biases) if biases else None), dtype),
+        query_norm=a.q_norm.weight.detach() * scale if normed else None,
+        key_norm=a.k_norm.weight.detach() if normed else None,
+        out=_typed(_dense(a.o_proj), dtype),
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate=Projection(*_dense(m.gate_proj), dtype),
-        up=Projection(*_dense(m.up_proj), dtype),
-        down=Projection(*_dense(m.down_proj), dtype),
+        gate=_typed(_dense(m.gate_proj), dtype),
+        up=_typed(_dense(m.up_proj), dtype),
+        down=_typed(_dense(m.down_proj), dtype),
     )
 
 
-def _biases(parts: list[tuple[Tensor, Tensor | None]]) -> Iterator[Tensor]:
+def _typed(layer: Linear, dtype: torch.dtype) -> Linear:
+    weight, bias = layer
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _biases(parts: list[Linear]) -> Iterator[Tensor]:
     """The biases, with zeros where a layer has none; nothing if none has."""
     if any(b is not None for _, b in parts):
         for w, b in parts:
             yield torch.zeros(w.shape[0], device=w.device, dtype=w.dtype) if b is None else b
 
 
-def _dense(module: Any) -> tuple[Tensor, Tensor | None]:
+def _dense(module: Any) -> Linear:
     """Weight and bias of a linear layer with its active adapters added: W + scale * B A."""
     if not isinstance(module, LoraLinear):
         return module.weight.detach(), None if module.bias is None else module.bias.detach()
@@ -223,12 +190,3 @@ def _dense(module: Any) -> tuple[Tensor, Tensor | None]:
                     extra = extra.detach() * module.scaling[name]
                     bias = extra if bias is None else bias + extra
     return weight, bias
-
-
-def _paired(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder each head's dimensions from (0 .. D/2-1, D/2 .. D-1) to (0, D/2, 1, D/2+1, ..): pairs side by side.
-
-    Rotary embedding turns dimension i together with i + D/2; queries and keys reordered alike have the same products.
-    """
-    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])  # [heads, 2, D/2, ..]
-    return halves.transpose(1, 2).reshape(rows.shape)
