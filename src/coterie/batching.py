@@ -65,6 +65,8 @@ class Batch:
     group_index: Tensor  # [B] int64, position of the row's group in the list given to collate
     normalizers: Normalizers
     returns: Tensor | None = None  # [B, T] float32, what a value head regresses on (GAE), 0 outside the policy's tokens
+    role: Tensor | None = None  # [B, T] int8, which of `roles` wrote the token, from 1; 0: no helper. None: no helpers
+    roles: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         B, T = self.input_ids.shape
@@ -119,8 +121,9 @@ _DTYPES = {
     "weights": torch.float32,
     "group_index": torch.int64,
     "returns": torch.float32,
+    "role": torch.int8,
 }
-_PER_TOKEN = {"input_ids", "source", "behavior_logprobs", "loss_mask", "advantages", "returns"}
+_PER_TOKEN = {"input_ids", "source", "behavior_logprobs", "loss_mask", "advantages", "returns", "role"}
 
 Advantage = float | Sequence[float] | None  # per trajectory; per token of token_ids (GAE); None = not assigned
 
@@ -196,6 +199,7 @@ def _fill(
     mask[:, :1] = False  # nothing precedes the first token
     advantages[~mask] = 0.0
     index = [i for i, _, _ in rows]
+    roles = tuple(sorted({c.role for _, t, _ in rows for c in t.consults if c.outcome == "ok"}))
 
     def per_row(values: Sequence[object], dtype: torch.dtype) -> Tensor:
         return torch.tensor(list(values), dtype=dtype)  # [B]
@@ -215,7 +219,19 @@ def _fill(
         weights=per_row([1.0 if weights is None else weights[i] for i in index], torch.float32),
         group_index=per_row(index, torch.int64),
         normalizers=normalizers,
+        role=_roles([t for _, t, _ in rows], roles, T) if roles else None,
+        roles=roles,
     )
+
+
+def _roles(rows: Sequence[Trajectory], roles: Sequence[str], T: int) -> Tensor:
+    """Whose reply each token belongs to."""
+    out = np.zeros((len(rows), T), np.int8)  # [B, T]
+    for b, t in enumerate(rows):
+        for c in t.consults:
+            if c.outcome == "ok":
+                out[b, c.start : c.end] = 1 + roles.index(c.role)
+    return torch.from_numpy(out)
 
 
 def micro_batches(batch: Batch, token_budget: int) -> list[Batch]:

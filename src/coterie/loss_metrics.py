@@ -66,8 +66,14 @@ def diagnostics(
     for name, mask in who.items():
         if not present[name]:
             continue
-        out |= _sums(name, every | _clipping(name, tokens, cfg), mask)
+        values = every | _clipping(name, tokens, cfg)
+        out |= _sums(name, values, mask)
         out |= _sums(name, at_known, mask & each.known)
+        if name == "helper" and batch.role is not None:
+            for i, role in enumerate(batch.roles, 1):
+                of_role = mask & (batch.role == i)  # [B, T]
+                out |= _sums(f"helper/{role}", values, of_role)
+                out |= _sums(f"helper/{role}", at_known, of_role & each.known)
     if entropy is not None:
         after = who.own & (who.helper.cumsum(1) > 0)  # [B, T]
         out |= _sums("own", {"n_after": torch.ones_like(entropy), "entropy_after": entropy.detach()}, after)
@@ -146,7 +152,8 @@ def loss_metrics(outputs: Sequence[LossOutput]) -> dict[str, float]:
         metrics["loss/kl_ref"] = total["kl_ref"] / counts["own"]
         metrics["loss/kl_ref_far"] = total["kl_far"] / counts["own"]
     all_grad = sum(total.get(f"{name}/grad", 0.0) for name in counts)
-    for name, n in counts.items():
+    roles = [key.removesuffix("/n") for key in total if key.count("/") == 2 and key.endswith("/n")]
+    for name, n in (counts | {role: total[f"{role}/n"] for role in roles}).items():
         if n:
             sums = {key.removeprefix(f"{name}/"): v for key, v in total.items() if key.startswith(f"{name}/")}
             metrics |= {f"loss/{name}/{key}": v for key, v in _of_provenance(sums, all_grad, name).items()}
@@ -170,7 +177,7 @@ def _of_provenance(s: dict[str, float], all_grad: float, name: str) -> dict[str,
     if s["abs_a"]:
         out["coefficient"] = s["coef"] / s["abs_a"]
     if known:
-        out |= {"behavior_k1": s["k1"] / known, "behavior_k3": s["k3"] / known}
+        out |= {"behavior_k1": s["k1"] / known, "behavior_k3": s["k3"] / known, "behavior_chi2": s["w2"] / known - 1}
         out["ess"] = s["w"] ** 2 / (known * s["w2"])
     if s.get("bias_n"):
         out["bias"] = s["bias"] / s["bias_n"]

@@ -94,20 +94,23 @@ def _rows(
     seed: int,
     helpers: HelperSet | None,
 ) -> Iterator[tuple[int, int, Trajectory]]:
-    """Solo rows, then helped ones (while a helper is up), as they finish."""
+    """Solo and helped rows (the latter while a helper is up), as they finish: solo ones decode while the helpers of the
+    first questions think."""
     sampling = training_sampling(cfg)
     solo = cfg.group_size
     if helpers is not None and helpers.available():
         solo = solo_count(helpers.cfg, cfg.group_size, version)
     seeds = [derive(seed, "sample", i) for i in range(len(asked))]
-    yield from sampled(engine, encoder, [plain for _, plain, _ in asked], solo, sampling, seeds)
-    if helpers is not None and solo < cfg.group_size:
-        starts = [
-            DialogueStart(p.prompt, tagged, derive(seed, "helped", i), cfg.group_size - solo)
-            for i, (p, _, tagged) in enumerate(asked)
-        ]
-        for i, j, trajectory in run_dialogues(engine, starts, helpers, sampling):
-            yield i, solo + j, trajectory
+    alone = sampled(engine, encoder, [plain for _, plain, _ in asked], solo, sampling, seeds)
+    if helpers is None or solo == cfg.group_size:
+        yield from alone
+        return
+    starts = [
+        DialogueStart(p.prompt, tagged, derive(seed, "helped", i), cfg.group_size - solo)
+        for i, (p, _, tagged) in enumerate(asked)
+    ]
+    for i, j, trajectory in run_dialogues(engine, starts, helpers, sampling, meanwhile=alone):
+        yield i, j + (solo if trajectory.mode == "helped" else 0), trajectory
 
 
 def sampled(

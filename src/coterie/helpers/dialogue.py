@@ -7,7 +7,7 @@ one log-prob.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -185,6 +185,7 @@ def run_dialogues(
     starts: Sequence[DialogueStart],
     helpers: HelperSet,
     sampling: Sampling,
+    meanwhile: Iterable[tuple[int, int, Trajectory]] = (),
 ) -> Iterator[tuple[int, int, Trajectory]]:
     """Yield ``(start index, sample index, trajectory)`` as trajectories end; rewards are not set.
 
@@ -194,6 +195,8 @@ def run_dialogues(
     Args:
         sampling: ``max_new_tokens`` is the budget of a whole response, and the one the helpers' budget was made with;
             its own stop strings end a rollout.
+        meanwhile: other rows that the same engine decodes; taken, and passed on, after the first turn, while the helpers
+            that are waited for answer its questions.
 
     Log-probs: of the policy for its own tokens; of the helper for its tokens where they are known, else NaN; NaN for
     prompt, wrappers and notes. A failed consultation marks the trajectory as failed: neither right nor wrong.
@@ -202,6 +205,7 @@ def run_dialogues(
     loop = _Loop(engine, helpers, sampling)
     try:
         yield from loop.first(starts)
+        yield from meanwhile
         while loop.busy:
             yield from loop.round()
     finally:

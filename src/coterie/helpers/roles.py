@@ -202,13 +202,13 @@ def build_helpers(
         raise UserError(
             f"helpers.roles.{unknown[0]}: no such role in form {form.name!r}; {', '.join(form.roles)} exist"
         )
+    span_mu = cfg.loss.mu_source == "span"
     load = _LocalModels(cfg, encoder, policy)
     helpers = {
-        role: _helper(role, h, cfg.helpers, form.roles[role], load, want_logprobs)
+        role: _helper(role, h, cfg.helpers, form.roles[role], load, want_logprobs or span_mu)
         for role, h in cfg.helpers.roles.items()
     }
     context = _context(policy) if policy is not None else None
-    span_mu = cfg.loss.mu_source == "span"
     return HelperSet(cfg.helpers, encoder, cfg.rollout.max_new_tokens, helpers, form, context=context, span_mu=span_mu)
 
 
