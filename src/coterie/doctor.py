@@ -219,6 +219,7 @@ def wanted_extras(cfg: Config) -> tuple[str, ...]:
         "tensorboard": cfg.tracking.tensorboard,
         "wandb": cfg.tracking.wandb,
         "trackio": cfg.tracking.trackio,
+        "vllm": cfg.engine.kind == "vllm",
         "ray": cfg.parallel.backend == "ray",
     }
     return tuple(name for name, wanted in asked.items() if wanted)
