@@ -69,7 +69,7 @@ class Hostile:
 
     def turn(self, step: int) -> None:
         """Listen, then publish one step's worth of the attack."""
-        for frame in self.exchange.collect(Request(64, 1 << 20)):
+        for _, frame in self.exchange.collect(Request(64, 1 << 20)):
             try:
                 self.seen.append((frame, read(frame, SWARM, Limits()).body))
             except WireError:
@@ -215,12 +215,29 @@ def over_long(h: Hostile, step: int) -> list[bytes]:
     """Right answers whose working is said again and again, up to ``length`` tokens."""
 
     def change(problem: Problem, text: str, right: bool) -> str:
-        if not right:
-            return text
-        working, end = text.split(OPEN)[0], OPEN + str(problem.reference)
-        room = h.length - 1 - len(h.encoder.encode(end))
-        ids = h.encoder.encode(working + ",") * 12
-        return h.encoder.decode(ids[:room]) + end
+        return _stretched(h, problem, text, h.length) if right else text
+
+    return h.tampered(step, change)
+
+
+def _stretched(h: Hostile, problem: Problem, text: str, length: int) -> str:
+    """The working said again and again, and the right answer: ``length`` tokens with the end token."""
+    working, end = text.split(OPEN)[0], OPEN + str(problem.reference)
+    room = length - 1 - len(h.encoder.encode(end))
+    ids = h.encoder.encode(working + ",") * 12
+    return h.encoder.decode(ids[:room]) + end
+
+
+def over_long_near(h: Hostile, step: int) -> list[bytes]:
+    """As ``over_long``, but only a fifth longer than the longest answers heard to the same kind of problem: below limits that
+    are set by a factor of own lengths."""
+    longest: dict[str, int] = {}
+    for _, body in h.seen:
+        lengths = [sum(r.length for r in t.runs) for t in body.trajectories if t.stop == "eos"]
+        longest[body.task] = max([longest.get(body.task, 0), *lengths])
+
+    def change(problem: Problem, text: str, right: bool) -> str:
+        return _stretched(h, problem, text, int(1.2 * longest[problem.task])) if right else text
 
     return h.tampered(step, change)
 
@@ -239,6 +256,7 @@ ATTACKS: dict[str, Attack] = {
     "code": code,
     "bare": bare_answers,
     "over_long": over_long,
+    "over_long_near": over_long_near,
     "injected": injected,
 }
 

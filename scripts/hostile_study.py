@@ -3,9 +3,14 @@
     python scripts/hostile_study.py --seeds 5 --out docs/results/hostile.jsonl
 
 Each run is one line of the output; runs that are in it already are not done again, so a stopped study goes on. The table
-(honest nodes' held-out accuracy against a clean swarm, paired over seeds) is printed at the end:
+(honest nodes' held-out accuracy, paired over seeds) is printed at the end:
 
     python scripts/hostile_study.py --table docs/results/hostile.jsonl
+
+What an attack costs is measured against the swarm in which the fourth node is *absent*: a node that turns hostile no longer
+contributes, which it could do by leaving as well, and which no defence can undo. The swarm in which it is honest (*clean*) is
+reported beside it. All problems, draws, identities and choices are functions of (arm, seed, step), so an attack of which
+nothing is used leaves the others with the same weights, bit for bit, as in *absent*; that is checked, not estimated.
 
 What the arms mean: docs/results/swarm.md.
 """
@@ -13,15 +18,18 @@ What the arms mean: docs/results/swarm.md.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hostile_nodes import ATTACKS, MARKER, Hostile, infected, person
@@ -36,27 +44,31 @@ from coterie.swarm.node import SwarmNode
 from coterie.tasks.taskset import build_tasks
 
 HONEST, TASKS = 3, ("gcd", "count_bits", "spell_backward")
-DEFENCE = {"likelihood_low": -3.0, "max_tokens": 40}
-# arm -> (attack of the fourth node or None, defences). "clean": it is honest too; "absent": there is none.
+STEPS, LR, PROBLEMS = 24, 5e-4, 40
+NO_DEFENCE = {"longer": 0.0, "less_likely": 0.0}
+# arm -> (attack of the fourth node or None, defences on). "absent": there is no fourth node; "clean": it is honest too.
 ARMS: dict[str, tuple[str | None, bool]] = {
-    "clean": (None, False),
-    "over_long": ("over_long", False),
-    "injected": ("injected", False),
-    "over_long+defence": ("over_long", True),
-    "injected+defence": ("injected", True),
-    "wrong_answers": ("wrong_answers", False),
-    "flood": ("flood", False),
-    "refusable": ("refusable", False),
-    "replay": ("replay", False),
-    "code": ("code", False),
-    "clean+defence": (None, True),
-    "bare": ("bare", False),
-    "absent": (None, False),
+    "absent": (None, True),
+    "clean": (None, True),
+    "wrong_answers": ("wrong_answers", True),
+    "code": ("code", True),
+    "refusable": ("refusable", True),
+    "replay": ("replay", True),
+    "flood": ("flood", True),
+    "over_long": ("over_long", True),
+    "injected": ("injected", True),
+    "over_long_near": ("over_long_near", True),
+    "bare": ("bare", True),
+    "absent-off": (None, False),
+    "clean-off": (None, False),
+    "over_long-off": ("over_long", False),
+    "injected-off": ("injected", False),
+    "bare-off": ("bare", False),
 }
 
 
 def config(run_dir: str, arm: str, seed: int, steps: int, problems: int) -> Config:
-    """``problems``: held-out problems per task, 4 answers each, at the start and the end."""
+    """``problems``: held-out problems per task, 4 answers each, at the end of each of the last four eighths of the run."""
     known = tiny_tasks()
     return config_from_dict(
         {
@@ -66,35 +78,50 @@ def config(run_dir: str, arm: str, seed: int, steps: int, problems: int) -> Conf
             "threads": 1,
             "tasks": {t: known[t].model_dump() for t in TASKS},
             "rollout": {"problems": 4, "group_size": 8, "max_new_tokens": 48},
-            "optim": {"lr": 5e-4},
+            "optim": {"lr": LR},
             "eval": {"every": 0, "problems": problems, "samples": 4},
             "checkpoint": {"every": steps},
             "tracking": {"transcripts": 0},
             # virtual time: what a busy machine takes for a check must not decide what is checked
-            "swarm": {"peer_groups": 4, "collect_s": 60.0} | (DEFENCE if ARMS[arm][1] else {}),
+            "swarm": {"peer_groups": 4, "collect_s": 60.0} | ({} if ARMS[arm][1] else NO_DEFENCE),
         }
     )
 
 
-def run_arm(arm: str, seed: int, steps: int, problems: int) -> dict[str, Any]:
-    """One swarm of one arm: a record of the honest nodes 0..2."""
+def run_arm(arm: str, seed: int, steps: int, problems: int, known: dict[str, float] | None = None) -> dict[str, Any]:
+    """One swarm of one arm: a record of the honest nodes 0..2. Everything is a function of arm, seed and steps.
+
+    Args:
+        known: digest of weights -> held-out accuracy, where it has been measured: what the same weights score is the same.
+    """
     attack, _ = ARMS[arm]
     hub = MemoryHub()
     start = time.process_time()
+    known = {} if known is None else known
+    accuracy: list[list[float]] = [[] for _ in range(HONEST)]
+    weights: list[list[str]] = [[] for _ in range(HONEST)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         cfg = config(folder, arm, seed, steps, problems)
         nodes = HONEST + arm.startswith("clean")
         runs = [stack.enter_context(Run(node_config(cfg, i), quiet=True, hub=hub)) for i in range(nodes)]
         evil: Hostile | None = None
         if attack is not None:
-            encoder = runs[0].trainer.policy.encoder
-            evil = Hostile(attack, hub.join(seed), person(seed + 1), build_tasks(cfg.tasks), encoder)
-        for step in range(steps):
+            encoder, me = runs[0].trainer.policy.encoder, person(seed + 1)
+            evil = Hostile(attack, hub.join(seed, me.node_id), me, build_tasks(cfg.tasks), encoder)
+        for step in range(1, steps + 1):
             for run in runs:
                 run.advance()
             if evil is not None:
-                evil.turn(step)
-        return _record(arm, seed, steps, runs[:HONEST], evil) | {"cpu_s": round(time.process_time() - start, 1)}
+                evil.turn(step - 1)
+            if step > steps // 2 and step % max(1, steps // 8) == 0:
+                for run, scores, digests in zip(runs, accuracy, weights, strict=False):
+                    digests.append(_digest(run.trainer.policy.weights()))
+                    if digests[-1] not in known:
+                        known[digests[-1]] = run.trainer.evaluate().accuracy()
+                    scores.append(known[digests[-1]])
+        cost = {"cpu_s": round(time.process_time() - start, 1)}
+        found = {"evaluations": accuracy, "weights": weights}
+        return _record(arm, seed, steps, runs[:HONEST], evil) | found | cost
 
 
 def _record(arm: str, seed: int, steps: int, runs: list[Run], evil: Hostile | None) -> dict[str, Any]:
@@ -109,7 +136,6 @@ def _record(arm: str, seed: int, steps: int, runs: list[Run], evil: Hostile | No
         "arm": arm,
         "seed": seed,
         "steps": steps,
-        "accuracy": [r.metrics["eval/accuracy"] for r in runs],
         "infected": infected(texts),
         "length": float(np.mean(lengths)),
         "peer_groups_used": [_used(r, None) for r in runs],
@@ -118,17 +144,21 @@ def _record(arm: str, seed: int, steps: int, runs: list[Run], evil: Hostile | No
     }
     if evil is not None:
         me = evil.identity.node_id
-        rows = [p for r in runs for p in _node(r).peers() if p["node"] == me]
         record |= {
             "hostile_sent": evil.sent,
             "hostile_used": [_used(r, me) for r in runs],
-            "quarantines": [_node(r).ledger.authors[me].bars if me in _node(r).ledger.authors else 0 for r in runs],
-            "named": sum(evil.identity.name in _node(r).summary() for r in runs),
-            "faults": {
-                k: sum(p["faults"].get(k, 0) for p in rows) for k in sorted({k for p in rows for k in p["faults"]})
-            },
+            "named": [evil.identity.name in _node(r).summary() for r in runs],
+            "honest_named": sum(p["node"] != me and bool(p["named"]) for r in runs for p in _node(r).peers()),
+            "trouble": sorted({t for r in runs for t in _node(r).troubles() if evil.identity.name in t}),
         }
     return record
+
+
+def _digest(weights: Mapping[str, torch.Tensor]) -> str:
+    h = hashlib.sha256()
+    for name in sorted(weights):
+        h.update(weights[name].contiguous().numpy().tobytes())
+    return h.hexdigest()[:16]
 
 
 def _node(run: Run) -> SwarmNode:
@@ -150,38 +180,57 @@ def _sum(metrics: Any) -> dict[str, float]:
     return out
 
 
+def accuracy(record: dict[str, Any]) -> float:
+    """Mean over the honest nodes and the run's evaluations."""
+    return float(np.mean(record["evaluations"]))
+
+
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown. Differences are honest nodes' mean held-out accuracy minus the clean swarm's, in points, paired over seeds."""
+    """Markdown. Differences are honest nodes' mean held-out accuracy minus another arm's, in points, paired over seeds; "same
+    weights": seeds in which all honest nodes have, at every evaluation, bit for bit the weights that they have where the
+    fourth is absent."""
     of = {a: {r["seed"]: r for r in records if r["arm"] == a} for a in ARMS}
     titles = (
-        "fourth node", "held-out", "against clean (points)", "95% interval", "its groups used", "of all peers'",
-        "quarantines", "answers with its text", "length", "seeds",
+        "fourth node", "held-out", "against absent (points)", "against clean (points)", "same weights as absent",
+        "its groups used", "of all peers'", "nodes that named it", "its text in answers", "length", "seeds",
     )  # fmt: skip
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for arm, rows in of.items():
         if not rows:
             continue
-        mean = float(np.mean([r["accuracy"] for r in rows.values()]))
-        pairs = sorted(rows.keys() & of["clean"].keys())
-        shown = ["", ""]
-        if arm != "clean" and len(pairs) > 1:
-            c = compare_paired(*([float(np.mean(of[a][s]["accuracy"])) for s in pairs] for a in (arm, "clean")))
-            shown = [f"{100 * c.difference:+.1f}", f"{100 * c.low:+.1f} to {100 * c.high:+.1f}"]
+        off = "-off" if arm.endswith("-off") else ""
+        absent, clean = of["absent" + off], of["clean" + off]
+        same = [s for s in rows.keys() & absent.keys() if rows[s]["weights"] == absent[s]["weights"]]
+        equal = f"{len(same)} of {len(rows.keys() & absent.keys())}" if ARMS[arm][0] else ""
         used = sum(sum(r.get("hostile_used", [])) for r in rows.values())
         total = sum(sum(r["peer_groups_used"]) for r in rows.values())
-        bars = np.mean([np.mean(r.get("quarantines", [0])) for r in rows.values()])
+        named = sum(sum(r.get("named", [])) for r in rows.values())
         text, length = (np.mean([r[k] for r in rows.values()]) for k in ("infected", "length"))
-        cells = [arm, f"{mean:.3f}", *shown, f"{used}", f"{total}", f"{bars:.1f}", f"{text:.0%}"]
-        lines.append(f"| {' | '.join(cells)} | {length:.1f} | {len(rows)} |")
+        who = f"{named} of {HONEST * len(rows)}" if ARMS[arm][0] else ""
+        mean = np.mean([accuracy(r) for r in rows.values()])
+        cells = [arm, f"{mean:.3f}", _against(rows, absent), _against(rows, clean), equal, str(used), str(total), who]
+        lines.append(f"| {' | '.join(cells)} | {text:.0%} | {length:.1f} | {len(rows)} |")
     return "\n".join(lines)
+
+
+def _against(rows: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]]) -> str:
+    """Difference in points with its 95% interval (t over seeds)."""
+    pairs = sorted(rows.keys() & base.keys())
+    if rows is base or len(pairs) < 2:
+        return ""
+    ours, theirs = ([accuracy(r[s]) for s in pairs] for r in (rows, base))
+    if ours == theirs:
+        return "0"
+    c = compare_paired(ours, theirs)
+    return f"{100 * c.difference:+.1f} ({100 * c.low:+.1f} to {100 * c.high:+.1f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="5", help="a number N (seeds 0 .. N-1), or a list such as 3,4,")
     parser.add_argument("--attacks", default=",".join(ARMS), help="arms, comma-separated")
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--problems", type=int, default=40, help="held-out problems per task")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--problems", type=int, default=PROBLEMS, help="held-out problems per task")
     parser.add_argument("--out", type=Path, default=Path("runs/hostile.jsonl"))
     parser.add_argument("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args()
@@ -197,10 +246,13 @@ def main() -> None:
             for arm in arms:
                 if any(r["arm"] == arm and r["seed"] == seed and r["steps"] == args.steps for r in done):
                     continue
-                done.append(run_arm(arm, seed, args.steps, args.problems))
+                same = [r for r in done if r["seed"] == seed and r["problems"] == args.problems]
+                pairs = ((r["weights"][i], r["evaluations"][i]) for r in same for i in range(HONEST))
+                known = {d: a for digests, scores in pairs for d, a in zip(digests, scores, strict=True)}
+                done.append(run_arm(arm, seed, args.steps, args.problems, known) | {"problems": args.problems})
                 with open(file, "a") as f:
                     f.write(json.dumps(done[-1]) + "\n")
-                print(f"seed {seed} {arm}: {np.mean(done[-1]['accuracy']):.3f} ({done[-1]['cpu_s']} s)", flush=True)
+                print(f"seed {seed} {arm}: {accuracy(done[-1]):.3f} ({done[-1]['cpu_s']} s)", flush=True)
     print(table(done))
 
 

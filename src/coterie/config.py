@@ -316,8 +316,10 @@ class SwarmConfig(Section):
     """Own steps after which an unused group leaves the pool."""
     pool: int = Field(64, ge=1)
     """Most peers' groups waiting to be used."""
-    likelihood_low: float = Field(0.0, le=0)
-    """Drop peers' groups with a stretch of 16 tokens whose mean own log-prob is below this (e.g. -6). 0: off."""
+    longer: float = Field(1.25, ge=0)
+    """Drop peers' right answers over this many times the 99th percentile of own answers' lengths (same task). 0: off."""
+    less_likely: float = Field(2.0, ge=0)
+    """Drop peers' groups with 16 tokens this many times less likely (mean log-prob) than own least likely 1%. 0: off."""
     ratio: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive` halves peer_groups while own held-out accuracy falls or KL jumps."""
     token_ids: bool = True

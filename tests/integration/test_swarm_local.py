@@ -78,15 +78,23 @@ def test_the_file_is_bounded_and_a_newcomer_starts_at_the_end(tmp_path: Path) ->
     for _ in range(20):
         a.publish([b"new"] * 10)
     got = b.collect(Request(12, 100))
-    assert got and set(got) == {b"new"} and len(got) <= 48
+    assert got and set(got) == {("a", b"new")} and len(got) <= 48
     assert b.collect(Request(12, 100)) == [] and a.collect(Request(12, 100)) == []
     rows = sqlite3.connect(tmp_path / "s.sqlite")
     assert rows.execute("SELECT count(*) FROM frames").fetchone()[0] <= 50
     rows.close()
     a.publish([b"x" * 101, b"y"])
-    assert b.collect(Request(12, 100)) == [b"y"]
+    assert b.collect(Request(12, 100)) == [("a", b"y")]
     a.close()
     b.close()
+
+
+def test_a_flood_leaves_room_in_the_file_for_others(tmp_path: Path) -> None:
+    a, loud, b = (LocalExchange(tmp_path / "s.sqlite", n) for n in ("a", "loud", "b"))
+    a.publish([b"quiet"] * 8)
+    loud.publish([b"loud"] * 1000)
+    got = b.collect(Request(12, 100))
+    assert len(got) == 48 and got[:8] == [("a", b"quiet")] * 8
 
 
 def test_a_locked_file_costs_a_bounded_wait_and_loses_nothing(tmp_path: Path) -> None:
@@ -98,7 +106,7 @@ def test_a_locked_file_costs_a_bounded_wait_and_loses_nothing(tmp_path: Path) ->
     assert time.monotonic() - start < 4 and a.status().link == "down" and "locked" in a.status().cause
     hog.execute("ROLLBACK")
     a.publish([])
-    assert b.collect(Request(4, 100)) == [b"waits"] and a.status().link == "up"
+    assert b.collect(Request(4, 100)) == [("a", b"waits")] and a.status().link == "up"
     for x in (a, b, hog):
         x.close()
 

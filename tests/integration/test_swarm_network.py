@@ -54,7 +54,7 @@ def test_two_nodes_meet_at_a_relay_and_bursts_pass_its_rate_limit(relay: Relay, 
     assert b.collect(Request(12, 262_144)) == [] and a.collect(Request(12, 262_144)) == []
     a.publish([bytes([i]) * 1000 for i in range(12)])
     got: list[bytes] = []
-    wait_for(lambda: got.extend(b.collect(Request(12, 262_144))) or len(got) == 12, 5)
+    wait_for(lambda: got.extend(f for _, f in b.collect(Request(12, 262_144))) or len(got) == 12, 5)
     assert sorted(g[0] for g in got) == list(range(12))
     assert a.collect(Request(12, 262_144)) == []  # own messages do not come back
     assert b.status().nodes == 2 and b.status().link == "up"
@@ -62,11 +62,28 @@ def test_two_nodes_meet_at_a_relay_and_bursts_pass_its_rate_limit(relay: Relay, 
     b.close()
 
 
+def test_a_flood_displaces_only_itself(relay: Relay, port: int) -> None:
+    """600 messages of one sender beside 8 of another, within one step: all 8 are there."""
+    a, loud, b = exchange(port, 1), exchange(port, 3, pace=190.0), exchange(port, 2)
+    ask = Request(12, 5000)
+    b.collect(ask)
+    time.sleep(0.3)
+    a.publish([b"quiet %d" % i for i in range(8)])
+    for k in range(3):
+        loud.publish([b"loud %d" % i for i in range(200 * k, 200 * k + 200)])
+        time.sleep(1.1)
+    got = b.collect(ask)
+    assert len(got) == 48 and sum(sender == kit.person(1).node_id for sender, _ in got) == 8
+    assert b.metrics()["swarm/dropped_oldest"] > 100
+    for e in (a, b, loud):
+        e.close()
+
+
 def test_messages_over_the_cap_are_dropped_at_the_relay_and_at_the_node(relay: Relay, port: int) -> None:
     a, b = exchange(port, 1), exchange(port, 2)
     b.collect(Request(12, 5000))
     a.publish([b"x" * 300_000, b"x" * 6000, b"ok"])
-    assert b.collect(Request(12, 5000, 3.0)) == [b"ok"]
+    assert b.collect(Request(12, 5000, 3.0)) == [(kit.person(1).node_id, b"ok")]
     a.close()
     b.close()
 
@@ -132,7 +149,7 @@ def test_a_mesh_without_a_relay(port: int) -> None:
     b.collect(Request(12, 1000))
     time.sleep(0.3)
     a.publish([b"hello"])
-    assert b.collect(Request(12, 1000, 3.0)) == [b"hello"]
+    assert b.collect(Request(12, 1000, 3.0)) == [(kit.person(1).node_id, b"hello")]
     a.close()
     b.close()
 

@@ -312,7 +312,6 @@ def test_open_node_builds_what_the_config_says_and_refuses_a_second(tmp_path: Pa
     open_node(cfg, **parts).close()
     bad = [
         (SwarmConfig(exchange="memory"), "one process"),
-        (SwarmConfig(exchange="local", likelihood_low=-6.0), "needs a policy"),
         (SwarmConfig(exchange="network"), r"needs swarm\.connect"),
         (SwarmConfig(exchange="local", allow=("amber-otter",)), "not a node id"),
         (SwarmConfig(exchange="local", invite_file=str(tmp_path / "none")), "no such file"),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coterie.bench.synthetic import synthetic_group
-from coterie.swarm.exchange import Exchange, Request
+from coterie.swarm.exchange import Exchange, Frame, Request
 from coterie.swarm.identity import Identity, new_identity
 from coterie.swarm.wire import Limits, encode_group, read
 
@@ -124,7 +124,7 @@ def _rate(
         start = last = time.perf_counter()
         cpu, got = time.process_time(), 0
         while got < count and time.perf_counter() - last < 3.0:
-            for frame in exchange.collect(Request(count, 1 << 20, 0.5)):
+            for _, frame in exchange.collect(Request(count, 1 << 20, 0.5)):
                 if check:
                     read(frame, SWARM, Limits())
                 got += 1
@@ -191,13 +191,13 @@ class _Raw:
         for f in frames:
             self._session.put("raw/a", f, congestion_control=self._zenoh.CongestionControl.BLOCK)
 
-    def collect(self, request: Request) -> list[bytes]:
-        out: list[bytes] = []
+    def collect(self, request: Request) -> list[Frame]:
+        out: list[Frame] = []
         deadline = time.monotonic() + request.wait_s
         while not out and time.monotonic() < deadline:
             time.sleep(0.01)  # as the exchange polls: a spinning reader would take the sender's core
             while (sample := self._ring.try_recv()) is not None:
-                out.append(sample.payload.to_bytes())
+                out.append(("", sample.payload.to_bytes()))
         return out
 
     def beat(self, info: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ from coterie.rng import derive
 from coterie.swarm.access import Access, read_invite
 from coterie.swarm.controller import AdaptiveShare, FixedShare
 from coterie.swarm.exchange import Exchange
-from coterie.swarm.identity import Identity, IdentityLock, open_identity
+from coterie.swarm.identity import Identity, IdentityLock, new_identity, open_identity
 from coterie.swarm.memory import MemoryHub
 from coterie.swarm.node import LogprobFn, Node, SoloNode, SwarmNode
 from coterie.swarm.verify import ProblemFn, Rebuilder, ScoreFn
@@ -45,16 +47,14 @@ def open_node(
     swarm = cfg.swarm
     if swarm.exchange == "none":
         return SoloNode()
-    if swarm.likelihood_low < 0 and logprobs is None:
-        raise UserError("swarm.likelihood_low needs a policy that scores peers' text; leave it at 0 here")
     access = make_access(swarm)
-    identity = open_identity(identity_path(cfg))
-    lock = IdentityLock(identity)
-    try:
+    virtual = swarm.exchange == "memory"  # identity and clock are functions of the config: a simulation can be repeated
+    identity = _virtual_identity(cfg) if virtual else open_identity(identity_path(cfg))
+    with ExitStack() as stack:
+        if not virtual:
+            stack.callback(IdentityLock(identity).close)
         exchange = make_exchange(cfg, identity, hub)
-    except BaseException:
-        lock.close()
-        raise
+        unlock = stack.pop_all().close
     longest = swarm.max_tokens or cfg.rollout.max_new_tokens
     limits = Limits(
         message_bytes=swarm.message_bytes,
@@ -73,8 +73,15 @@ def open_node(
         share=AdaptiveShare(swarm.peer_groups) if swarm.ratio == "adaptive" else FixedShare(swarm.peer_groups),
         logprobs=logprobs,
         seed=derive(cfg.seed, "swarm", identity.node_id),
-        on_close=lock.close,
+        clock=(lambda: 0.0) if virtual else None,
+        on_close=unlock,
     )
+
+
+def _virtual_identity(cfg: Config) -> Identity:
+    """Of a node that lives in one process with its peers."""
+    seed = derive(cfg.seed, "identity", Path(cfg.run_dir).name)
+    return replace(new_identity(seed.to_bytes(32, "little")), session=1)
 
 
 def training_problems(tasks: TaskSet) -> ProblemFn:
@@ -133,7 +140,7 @@ def make_exchange(cfg: Config, identity: Identity, hub: MemoryHub | None) -> Exc
             raise UserError(
                 "swarm.exchange = 'memory' joins nodes of one process (simulation); use 'local' or 'network'"
             )
-        return hub.join(cfg.seed)
+        return hub.join(cfg.seed, identity.node_id)
     if swarm.exchange == "local":
         from coterie.swarm.local import LocalExchange
 

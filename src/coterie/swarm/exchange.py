@@ -9,6 +9,9 @@ from typing import Literal, Protocol
 Link = Literal["up", "down"]
 
 
+Frame = tuple[str, bytes]  # (node that brought it, as the carrier says; "": it does not say, message)
+
+
 @dataclass(frozen=True)
 class Request:
     """What a node asks of its exchange for one step."""
@@ -16,7 +19,7 @@ class Request:
     messages: int  # about so many would be welcome: sets how much of the swarm's traffic is listened to
     byte_cap: int  # longer messages are dropped unread
     wait_s: float = 0.0  # at most so long, and only if nothing has arrived
-    wasted: float = 0.0  # share of the last collect's frames that were refused: the rest is what counts as welcome
+    useful: float | None = None  # how many of the last collect's messages were worth hearing; None: all of them
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,9 @@ class Exchange(Protocol):
 
     def publish(self, frames: Sequence[bytes]) -> None: ...
 
-    def collect(self, request: Request) -> list[bytes]:
-        """Frames of other nodes since the last call (own ones may be among them), at most ``4 * messages``."""
+    def collect(self, request: Request) -> list[Frame]:
+        """Messages of other nodes since the last call (own ones may be among them), in the order of arrival, at most
+        ``4 * messages``, no sender's many at the cost of another's few."""
         ...
 
     def beat(self, info: str) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coterie.errors import UserError
-from coterie.swarm.exchange import Request, Status
+from coterie.swarm.exchange import Frame, Request, Status
+from coterie.swarm.sharding import fair_sample
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS frames (id INTEGER PRIMARY KEY AUTOINCREMENT, node TEXT NOT NULL, frame BLOB NOT NULL);
@@ -60,8 +61,8 @@ class LocalExchange:
         except sqlite3.Error as e:
             self._fail(e)
 
-    def collect(self, request: Request) -> list[bytes]:
-        """New rows of others; a random sample if they are more than ``4 * messages``, so cost does not grow with N."""
+    def collect(self, request: Request) -> list[Frame]:
+        """New rows of others; a fair sample if they are more than ``4 * messages``, so cost hardly grows with N."""
         deadline = time.monotonic() + request.wait_s
         while True:
             out = self._read(request)
@@ -97,21 +98,22 @@ class LocalExchange:
             self._fail(e)
         self._db.close()
 
-    def _read(self, request: Request) -> list[bytes]:
-        most = 4 * request.messages
+    def _read(self, request: Request) -> list[Frame]:
         try:
             newest = self._newest()
             low = max(self._cursor, newest - self._keep)
-            ids: Sequence[int] = range(low + 1, newest + 1)
-            if len(ids) > most:
-                ids = sorted(self._rng.sample(ids, most))
-            rows = _fetch(self._db, ids, self._node, request.byte_cap)
+            new = self._db.execute(
+                "SELECT node, id FROM frames WHERE id > ? AND id <= ? AND node != ? AND length(frame) <= ? ORDER BY id",
+                (low, newest, self._node, request.byte_cap),
+            ).fetchall()
+            ids = [i for _, i in fair_sample(new, 4 * request.messages, self._rng)]
+            rows = _fetch(self._db, ids)
             self._cause = ""
         except sqlite3.Error as e:
             self._fail(e)
             return []
         self._cursor = newest
-        self._bytes += sum(len(r) for r in rows)
+        self._bytes += sum(len(frame) for _, frame in rows)
         return rows
 
     def _newest(self) -> int:
@@ -138,13 +140,13 @@ def read_nodes(path: str | Path) -> list[tuple[str, int, float, str]]:
         db.close()
 
 
-def _fetch(db: sqlite3.Connection, ids: Sequence[int], me: str, cap: int) -> list[bytes]:
-    out: list[bytes] = []
+def _fetch(db: sqlite3.Connection, ids: Sequence[int]) -> list[Frame]:
+    out: list[Frame] = []
     for start in range(0, len(ids), 500):  # SQLite's limit on variables
         part = ids[start : start + 500]
         marks = ",".join("?" * len(part))
-        query = f"SELECT frame FROM frames WHERE id IN ({marks}) AND node != ? AND length(frame) <= ?"
-        out.extend(row[0] for row in db.execute(query, (*part, me, cap)) if isinstance(row[0], bytes))
+        found = db.execute(f"SELECT node, frame FROM frames WHERE id IN ({marks}) ORDER BY id", part)
+        out.extend((str(node), frame) for node, frame in found if isinstance(frame, bytes))
     return out
 
 

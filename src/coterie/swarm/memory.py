@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import deque
 from collections.abc import Sequence
 
-from coterie.swarm.exchange import Request, Status
-from coterie.swarm.sharding import Listener, covers, fair_sample, random_leaf
+from coterie.swarm.exchange import Frame, Request, Status
+from coterie.swarm.sharding import Inbox, Listener, covers, fair_sample, random_leaf
 
 
 class MemoryHub:
-    """What the nodes of one process share. ``capacity`` bounds each node's inbox (oldest dropped)."""
+    """What the nodes of one process share. ``capacity`` bounds each node's inbox."""
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
@@ -20,18 +19,19 @@ class MemoryHub:
         self._nodes: dict[int, MemoryExchange] = {}
         self._next = 0
 
-    def join(self, seed: int = 0) -> MemoryExchange:
+    def join(self, seed: int = 0, node_id: str = "") -> MemoryExchange:
+        """``node_id``: what receivers are told about who brings this member's messages."""
         with self._lock:
             number, self._next = self._next, self._next + 1
-            node = MemoryExchange(self, number, random.Random(f"memory/{seed}/{number}"))
+            node = MemoryExchange(self, number, node_id, f"memory/{seed}/{number}")
             self._nodes[number] = node
             return node
 
-    def send(self, sender: int, leaf: str, frame: bytes) -> None:
+    def send(self, number: int, sender: str, leaf: str, frame: bytes) -> None:
         with self._lock:
-            for number, node in self._nodes.items():
-                if number != sender and covers(node.listener.prefixes, leaf):
-                    node.deliver(str(sender), frame)
+            for other, node in self._nodes.items():
+                if other != number and covers(node.listener.prefixes, leaf):
+                    node.deliver(sender, frame)
 
     def leave(self, number: int) -> None:
         with self._lock:
@@ -44,32 +44,28 @@ class MemoryHub:
 class MemoryExchange:
     """One node's end of a :class:`MemoryHub`."""
 
-    def __init__(self, hub: MemoryHub, number: int, rng: random.Random) -> None:
-        self._hub, self._number, self._rng = hub, number, rng
-        self._inbox: deque[tuple[str, bytes]] = deque(maxlen=hub.capacity)
-        self.listener = Listener(rng)
+    def __init__(self, hub: MemoryHub, number: int, node_id: str, key: str) -> None:
+        self._hub, self._number, self._node_id = hub, number, node_id or f"#{number}"
+        self._rng, self._sampler = random.Random(key), random.Random(f"{key}/sample")
+        self._inbox = Inbox(hub.capacity)
+        self.listener = Listener(self._rng)
         self._arrived: int | None = None  # at the last collect
         self._bytes = 0
-        self._lost = 0
 
     def deliver(self, sender: str, frame: bytes) -> None:
-        if len(self._inbox) == self._inbox.maxlen:
-            self._lost += 1
-        self._inbox.append((sender, frame))
+        self._inbox.put(sender, frame)
         self._bytes += len(frame)
 
     def publish(self, frames: Sequence[bytes]) -> None:
         for frame in frames:
-            self._hub.send(self._number, random_leaf(self._rng), frame)
+            self._hub.send(self._number, self._node_id, random_leaf(self._rng), frame)
 
-    def collect(self, request: Request) -> list[bytes]:
+    def collect(self, request: Request) -> list[Frame]:
         if self._arrived is not None:
-            self.listener.update(self._arrived, request.messages, request.wasted)
-        out: list[tuple[str, bytes]] = []
-        while self._inbox:
-            out.append(self._inbox.popleft())
+            self.listener.update(self._arrived, request.messages, request.useful)
+        out = self._inbox.take()
         self._arrived = len(out)
-        return fair_sample(out, 4 * request.messages, self._rng)
+        return fair_sample(out, 4 * request.messages, self._sampler)
 
     def beat(self, info: str) -> None:
         """Nobody outside this process asks."""
@@ -78,7 +74,7 @@ class MemoryExchange:
         return Status("up", "", self._hub.size())
 
     def metrics(self) -> dict[str, float]:
-        return {"swarm/bytes_received": float(self._bytes), "swarm/dropped_oldest": float(self._lost)}
+        return {"swarm/bytes_received": float(self._bytes), "swarm/dropped_oldest": float(self._inbox.lost)}
 
     def close(self) -> None:
         self._hub.leave(self._number)

@@ -1,9 +1,10 @@
 """Exchange over the network: a zenoh client that pushes groups to random leaves and listens to a few subtrees.
 
-No Python callbacks and no reader thread: every subscription ends in a bounded drop-oldest ring that ``collect``
-empties, so a slow node costs nobody anything and a process can always exit. One thread opens the session, tries again
-while no relay answers (afterwards zenoh itself reconnects and restores subscriptions), and then sends at a steady pace:
-a relay's rate limit drops what comes closer together than its interval, bursts included.
+No Python callbacks: every subscription ends in a bounded drop-oldest ring, emptied a few times a second into an inbox
+that is bounded sender by sender, so a slow node costs nobody anything, a loud one displaces only itself, and a process can
+always exit. One thread opens the session, tries again while no relay answers (afterwards zenoh itself reconnects and
+restores subscriptions), and then sends at a steady pace: a relay's rate limit drops what comes closer together than its
+interval, bursts included.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from typing import Any
 
 import zenoh
 
-from coterie.swarm.exchange import Request, Status
+from coterie.swarm.exchange import Frame, Request, Status
 from coterie.swarm.identity import Identity, duplicate_error, short_name
-from coterie.swarm.sharding import BASE, Listener, Prefix, fair_sample, key_of, random_leaf
+from coterie.swarm.sharding import BASE, Inbox, Listener, Prefix, fair_sample, key_of, random_leaf
 from coterie.swarm.zenoh_config import Security, node_config
 
 _COUNT_EVERY_S = 30.0
 _BEAT_S = 2.0
 _SETTLE_S = 3.0
 _LOOK_S = 0.25  # how soon a reconnection is noticed
+_WAITING = 256  # messages kept between two collects, at least
 _ENOUGH = 8  # liveliness tokens from which the size of the swarm is estimated
 
 
@@ -75,6 +77,8 @@ class NetworkExchange:
         self._congestion = zenoh.CongestionControl.BLOCK if block else zenoh.CongestionControl.DROP
         self._outbox: deque[tuple[str, bytes]] = deque(maxlen=256)
         self._rings: dict[Prefix, Any] = {}
+        self._inbox, self._reading = Inbox(_WAITING), threading.Lock()  # the link's thread empties the rings too
+        self._cap = 0
         self._nodes: int | None = None
         self._counted_at = float("-inf")
         self._cause = f"no relay answers at {self._where}"
@@ -101,19 +105,20 @@ class NetworkExchange:
             self._send(key, frame)
         self._published = 0.75 * self._published + 0.25 * len(frames)
 
-    def collect(self, request: Request) -> list[bytes]:
+    def collect(self, request: Request) -> list[Frame]:
         if not self._ready():
             return []
         self._count(request)
         if self._arrived is not None:
-            self.listener.update(self._arrived, request.messages, request.wasted)
+            self.listener.update(self._arrived, request.messages, request.useful)
         listening = bool(self._rings)
-        self._subscribe(request)
+        with self._reading:
+            self._subscribe(request)
         deadline = time.monotonic() + request.wait_s
-        out = self._drain(request.byte_cap)
+        out = self._take()
         while not out and time.monotonic() < deadline:
             time.sleep(0.01)
-            out = self._drain(request.byte_cap)
+            out = self._take()
         self._arrived = len(out) if listening else None  # nothing can be said of a step without subscriptions
         return fair_sample(out, 4 * request.messages, self._rng)
 
@@ -134,6 +139,7 @@ class NetworkExchange:
             "swarm/bytes_received": float(self._bytes),
             "swarm/messages_received": float(self._messages),
             "swarm/unsent": float(self._unsent),
+            "swarm/dropped_oldest": float(self._inbox.lost),
             "swarm/listened_fraction": self.listener.fraction,
         }
 
@@ -146,12 +152,17 @@ class NetworkExchange:
             self._session = None
 
     def _link_loop(self) -> None:
-        """Open the session and enter the swarm; then send what is queued, one message per 1 / pace seconds, say every few
-        seconds who is here, and after a reconnection, or now and then, see whether the identity is still this node's."""
+        """Open the session and enter the swarm; then send what is queued, one message per 1 / pace seconds, empty the rings,
+        say every few seconds who is here, and after a reconnection, or now and then, see whether the identity is still
+        this node's."""
         self._open()
-        linked, ask_at, beat = False, 0.0, float("-inf")
+        linked, ask_at, beat, read_at = False, 0.0, float("-inf"), 0.0
         while not (self._closing.is_set() and not self._outbox):
             now = time.monotonic()
+            if now - read_at > _LOOK_S / 2:
+                read_at = now
+                with self._reading:
+                    self._drain()
             was, linked = linked, self._linked()
             if linked and (not was or now > ask_at):
                 ask_at = now + (_COUNT_EVERY_S if was else _SETTLE_S)  # relays need a moment to tell each other
@@ -239,24 +250,32 @@ class NetworkExchange:
     def _subscribe(self, request: Request) -> None:
         """Open and close subscriptions until they match the listener's subtrees."""
         wanted = self.listener.prefixes
-        size = 4 + 4 * request.messages // len(wanted)
+        self._cap, self._inbox.capacity = request.byte_cap, max(_WAITING, 4 * request.messages)
+        size = 4 + self._inbox.capacity // len(wanted)
         for gone in [p for p in self._rings if p not in wanted]:
+            self._read(gone)
             self._rings.pop(gone).undeclare()
         for prefix in wanted - self._rings.keys():
             key = f"{self._root}/g/{key_of(prefix)}/*"
             ring: Any = zenoh.handlers.RingChannel(size)
             self._rings[prefix] = self._session.declare_subscriber(key, ring, allowed_origin=zenoh.Locality.REMOTE)
 
-    def _drain(self, cap: int) -> list[tuple[str, bytes]]:
-        """(node the key names, frame) of what has arrived."""
-        out: list[tuple[str, bytes]] = []
-        for ring in self._rings.values():
-            while (sample := ring.try_recv()) is not None:
-                self._messages += 1
-                self._bytes += len(sample.payload)
-                if len(sample.payload) <= cap:
-                    out.append((str(sample.key_expr).rsplit("/", 1)[1], sample.payload.to_bytes()))
-        return out
+    def _take(self) -> list[Frame]:
+        with self._reading:
+            self._drain()
+            return self._inbox.take()
+
+    def _drain(self) -> None:
+        """Move what has arrived to the inbox, under the name that the key gives its sender."""
+        for prefix in self._rings:
+            self._read(prefix)
+
+    def _read(self, prefix: Prefix) -> None:
+        while (sample := self._rings[prefix].try_recv()) is not None:
+            self._messages += 1
+            self._bytes += len(sample.payload)
+            if len(sample.payload) <= self._cap:
+                self._inbox.put(str(sample.key_expr).rsplit("/", 1)[1], sample.payload.to_bytes())
 
     def _linked(self) -> bool:
         if self._session is None:

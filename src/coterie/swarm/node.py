@@ -11,7 +11,7 @@ import base64
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,12 @@ from coterie.swarm.exchange import Exchange, Request
 from coterie.swarm.identity import Identity, short_name
 from coterie.swarm.intake import Intake
 from coterie.swarm.pool import Entry, Pool
-from coterie.swarm.selection import Quotas, equal_share, fresh, likelihood_band, select
+from coterie.swarm.selection import Quotas, equal_share, fresh, select
 from coterie.swarm.solo import Node, SoloNode, State
 from coterie.swarm.trust import Ledger
 from coterie.swarm.verify import Rebuilder, ScoreFn, score_group
 from coterie.swarm.wire import WireError, encode_group
+from coterie.swarm.yardstick import WINDOW, Yardstick, better
 from coterie.types import Group
 
 __all__ = ["LogprobFn", "Node", "SoloNode", "State", "SwarmNode"]
@@ -54,8 +55,9 @@ class SwarmNode:
         score: own verifier, ``score([(problem, text), ...]) -> scores`` with ``.reward`` and ``.outcome``.
         access: who may take part.
         share: how many groups to ask for.
-        logprobs: own log-probs of the policy tokens of each trajectory, for ``likelihood_low``.
+        logprobs: own log-probs of the policy tokens of each trajectory, for ``less_likely``.
         seed: of the selection.
+        clock: seconds, for the time written on messages, which decides nothing.
         on_close: run after the exchange is closed (locks).
     """
 
@@ -71,6 +73,7 @@ class SwarmNode:
         share: FixedShare | None = None,
         logprobs: LogprobFn | None = None,
         seed: int = 0,
+        clock: Callable[[], float] | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.cfg, self.identity, self.author = cfg, identity, identity.node_id
@@ -80,6 +83,8 @@ class SwarmNode:
         self._logprobs, self._seed, self._on_close = logprobs, seed, on_close
         self.pool = Pool(cfg.pool, cfg.ttl)
         self.ledger = Ledger(cfg.max_age)
+        self._clock = clock or (lambda: time.time())  # looked up at each call
+        self._yardstick = Yardstick(cfg.longer, cfg.less_likely if logprobs else 0.0)
         self._intake = Intake(cfg.name, self.author, self._access, rebuilder, self.ledger, self.pool)
         self.events = self._intake.events  # quarantines, changes of state, a wrong clock
         self._said = State("solo")
@@ -90,12 +95,14 @@ class SwarmNode:
         self._beat_at = float("-inf")
         self._tasks = Counter[str]()  # of the groups published
         self._accuracy: float | None = None
-        self._wasted = self._publish_s = 0.0
+        self._publish_s = 0.0
+        self._useful: float | None = None  # messages of the last collect that were worth hearing
         self._last: dict[str, float] = {}
         self._counts = Counter[str]()
 
     def publish(self, groups: Sequence[Group]) -> None:
         """Sign and send own groups (never blocks on a peer). What cannot be sent is counted as ``unsendable``."""
+        self._yardstick.note(groups)
         if self.cfg.share == "nothing":
             return
         start = time.monotonic()
@@ -110,7 +117,7 @@ class SwarmNode:
                     self.identity,
                     self.cfg.name,
                     seq=self._seq,
-                    sent_ms=int(time.time() * 1000),
+                    sent_ms=int(self._clock() * 1000),
                     token_ids=self.cfg.token_ids,
                     logprobs=self.cfg.logprobs,
                 )
@@ -137,16 +144,18 @@ class SwarmNode:
         self._counts.clear()
         if wanted > 0:
             deadline = start + self.cfg.collect_s
-            request = Request(_MARGIN * wanted, self.cfg.message_bytes + 64, self.cfg.wait_s, self._wasted)
+            request = Request(_MARGIN * wanted, self.cfg.message_bytes + 64, self.cfg.wait_s, self._useful)
             frames = self.exchange.collect(request)
             self._counts["received"] = len(frames)
             self.pool.expire(self._now)
-            self._counts["accepted"] = self._intake.take(frames, self._now, deadline, max(8, request.messages))
-            self._wasted = 1.0 - self._counts["accepted"] / len(frames) if frames else 0.0
+            accepted = self._intake.take(frames, self._now, deadline, max(8, request.messages))
+            self._counts["accepted"] = accepted.total()
             chosen = self._choose(wanted, self._seed * 1_000_003 + step, deadline)
+            self._useful = self._worth(accepted, wanted)
         for g in chosen:
             self.pool.remove(g.id, "used")
-            self.ledger.authors[g.author].used += 1
+            record = self.ledger.authors[g.author]
+            record.used, record.used_at = record.used + 1, self._now
         self._used_at = self._now if chosen else self._used_at
         self._note(chosen, wanted, time.monotonic() - start)
         self._beat(step)
@@ -154,20 +163,18 @@ class SwarmNode:
 
     def _choose(self, wanted: int, seed: int, deadline: float) -> list[Group]:
         """Score waiting groups until enough are fit, then select; what has no signal leaves the pool."""
-        quotas = self._quotas(wanted)
-        order = self.pool.order(seed)
+        order = self.pool.order(seed, self.ledger.idlers({e.group.author for e in self.pool.entries.values()}))
         goal = 3 * wanted if self.cfg.selection == "variance" else wanted
         while True:
             scored = [e.group for e in self.pool.entries.values() if e.scored]
             ready = fresh(scored, self.ledger.trusted(self._now), self.cfg.max_age)
+            quotas = self._quotas(wanted, {g.author for g in ready})
             chosen = select(ready, goal, self.cfg.selection, seed, quotas)
             todo = [i for i in order if i in self.pool.entries and not self.pool.entries[i].scored]
             if len(chosen) >= goal or not todo or time.monotonic() > deadline:
-                break
+                return select(ready, wanted, self.cfg.selection, seed, quotas)
             for i in todo[: max(1, goal - len(chosen))]:
                 self._score(self.pool.entries[i])
-        chosen = select(ready, wanted, self.cfg.selection, seed, quotas)
-        return self._plausible(chosen)
 
     def _score(self, entry: Entry) -> None:
         group, breach = score_group(entry.group, self._score_fn)
@@ -175,33 +182,50 @@ class SwarmNode:
         self._counts["informative"] += group.informative
         self._counts["rewards"] += len(group.valid_rewards)
         self._counts["reward_sum_1e6"] += round(1e6 * sum(group.valid_rewards))
-        if breach:
-            self.pool.remove(group.id, "breach")
-            error = WireError("breach", "an answer broke the scorer's bounds", signed=True)
-            self._intake.refuse(group.author, error, self._now)
+        unfit = ("breach", "an answer broke the scorer's bounds") if breach else self._unfit(group, entry.copied)
+        if unfit is not None:
+            self.pool.remove(group.id, unfit[0])
+            self._intake.refuse(group.author, WireError(*unfit, signed=True), self._now)
         elif self.cfg.selection != "uniform" and not group.informative:
             self.pool.remove(group.id, "uninformative")
         else:
             self.pool.entries[group.id] = replace(entry, group=group, scored=True)
+        if self.ledger.judge(group.author, group.informative and unfit is None):
+            a = self.ledger.authors[group.author]
+            said = f"of its last {a.scored} groups {a.useful} could teach something, far fewer than others'"
+            self.events.append(f"peer {short_name(group.author)}: {said}; it comes last")
 
-    def _plausible(self, groups: list[Group]) -> list[Group]:
-        """Drop what this node could hardly have written (off unless ``likelihood_low`` is set)."""
-        if self._logprobs is None or self.cfg.likelihood_low == 0.0 or not groups:
-            return groups
-        kept = likelihood_band(groups, self._logprobs(groups), self.cfg.likelihood_low)
-        for g in groups:
-            if g not in kept:
-                self.pool.remove(g.id, "implausible")
-                self.ledger.blame(g.author, "implausible", self._now)
-        return kept
+    def _unfit(self, group: Group, copied: Sequence[bool]) -> tuple[str, str] | None:
+        """Kind and text of what is wrong with the form of a group that has something to teach."""
+        if not group.informative:
+            return None
+        best = {id(t) for t in better(group)}
+        if copied and all(c for c, t in zip(copied, group.trajectories, strict=True) if id(t) in best):
+            return "copy", "its right answers were here before"
+        if self._yardstick.too_long(group):
+            limit = self._yardstick.longest(group.problem.task)
+            return "longer", f"a right answer of over {limit:.0f} tokens; own ones are shorter"
+        if (
+            self._logprobs is not None
+            and self.cfg.less_likely
+            and self._yardstick.implausible(self._logprobs([group])[0])
+        ):
+            limit = self._yardstick.least_likely()
+            return "implausible", f"{WINDOW} tokens with a mean log-prob below {limit:.1f} here"
+        return None
 
-    def _quotas(self, wanted: int) -> Quotas:
-        heard = sum(
-            self._now - a.heard_at <= self.cfg.ttl and self._now >= a.barred_until for a in self.ledger.authors.values()
-        )
-        share = equal_share(wanted, heard)
+    def _quotas(self, wanted: int, fit: set[str]) -> Quotas:
+        """An author's share counts those who have something ``fit`` now or had lately, not those who only send."""
+        lately = {n for n, a in self.ledger.authors.items() if self._now - a.used_at <= self.cfg.ttl}
+        share = equal_share(wanted, len(fit | lately))
         most = self.cfg.per_peer or 2 * share
         return Quotas(most, self.cfg.per_task, min(share, most))
+
+    def _worth(self, accepted: Mapping[str, int], wanted: int) -> float:
+        """Messages worth hearing among those ``accepted`` of each author: none of the idle, no author's beyond its share."""
+        fair = _MARGIN * self._quotas(wanted, set(accepted)).share
+        idle = self.ledger.idlers(accepted)
+        return float(sum(min(n, fair) for author, n in accepted.items() if author not in idle))
 
     def feedback(self, accuracy: float, kl: float) -> None:
         """Own held-out accuracy and KL to the start model, after an evaluation (used by ``ratio = "adaptive"``)."""
@@ -297,9 +321,13 @@ class SwarmNode:
             f"{_line(self.state)}; published {self._published} groups, used {sum(used.values())} from {len(used)} peers"
         )
         bad = [short_name(n) for n, a in self.ledger.authors.items() if a.bars]
-        if self._intake.loud:
-            text += f"; flooded by: {', '.join(self._intake.loud)}"
-        return text + (f"; had in quarantine: {', '.join(bad)}" if bad else "")
+        text += f"; had in quarantine: {', '.join(bad)}" if bad else ""
+        troubles = self.troubles()
+        return text + (f"; trouble with {'; '.join(troubles[:8])}" if troubles else "")
+
+    def troubles(self) -> list[str]:
+        """Peers that were named for something, a line each."""
+        return self._intake.troubles()
 
     def peers(self) -> list[dict[str, Any]]:
         """Every author heard of: see :meth:`Ledger.table`."""
@@ -318,6 +346,7 @@ class SwarmNode:
             "ledger": self.ledger.state(),
             "pool": self.pool.state(),
             "share": self.share.state(),
+            "own": self._yardstick.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -329,10 +358,13 @@ class SwarmNode:
         self.ledger.load(state["ledger"])
         self.pool.load_contents(state["pool"])
         self.share.load(state["share"])
-        for data, arrived, rewards in state["pool"]["entries"]:
-            self._restore(base64.b64decode(data), int(arrived), rewards)
+        self._yardstick.load(state["own"])
+        for data, arrived, rewards, copied in state["pool"]["entries"]:
+            self._restore(base64.b64decode(data), int(arrived), rewards, tuple(copied))
 
-    def _restore(self, frame: bytes, arrived: int, rewards: list[float | None] | None) -> None:
+    def _restore(
+        self, frame: bytes, arrived: int, rewards: list[float | None] | None, copied: tuple[bool, ...]
+    ) -> None:
         """Put a saved entry back; one that this node would refuse today (its tasks have changed) is dropped."""
         try:
             group = self._intake.restore(frame)
@@ -342,7 +374,7 @@ class SwarmNode:
         if rewards is not None:
             rows = tuple(replace(t, reward=r) for t, r in zip(group.trajectories, rewards, strict=True))
             group = replace(group, trajectories=rows)
-        self.pool.add(Entry(group, frame, arrived, scored=rewards is not None))
+        self.pool.add(Entry(group, frame, arrived, copied, scored=rewards is not None))
 
     def close(self) -> None:
         self.exchange.close()

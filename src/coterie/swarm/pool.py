@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
-import random
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.swarm.verify import content_digest
+from coterie.rng import derive
+from coterie.swarm.verify import answer_digests
 from coterie.types import Group
 
-REMEMBERED = 4096  # digests of contents that have been here
+REMEMBERED = 16_384  # digests of answers that have been here
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Entry:
     group: Group
     frame: bytes
     arrived: int  # collect count
+    copied: tuple[bool, ...] = ()  # per trajectory: the same answer was here before
     scored: bool = False
 
 
@@ -36,20 +38,21 @@ class Pool:
         self.capacity, self.ttl = capacity, ttl
         self.entries: OrderedDict[str, Entry] = OrderedDict()  # by group id, oldest first
         self.dropped: Counter[str] = Counter()
-        self._contents: OrderedDict[str, None] = OrderedDict()
+        self._answers: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def remember(self, group: Group) -> bool:
-        """Note a group's content. False if it was here before (a copy, whoever signed it)."""
-        digest = content_digest(group)
-        new = digest not in self._contents
-        self._contents[digest] = None
-        self._contents.move_to_end(digest)
-        if len(self._contents) > REMEMBERED:
-            self._contents.popitem(last=False)
-        return new
+    def remember(self, group: Group) -> tuple[bool, ...]:
+        """Note a group's answers. For each: whether it was here before, as an answer to the same problem, whoever signed it."""
+        digests = answer_digests(group)
+        known = tuple(d in self._answers for d in digests)
+        for d in digests:
+            self._answers[d] = None
+            self._answers.move_to_end(d)
+        while len(self._answers) > REMEMBERED:
+            self._answers.popitem(last=False)
+        return known
 
     def add(self, entry: Entry) -> None:
         self.entries[entry.group.id] = entry
@@ -60,17 +63,16 @@ class Pool:
             del self.entries[oldest]
             self.dropped["full"] += 1
 
-    def order(self, seed: int) -> list[str]:
-        """Ids at random, one author after the other: a flood waits behind everybody's first group."""
-        ids = sorted(self.entries)
-        random.Random(seed).shuffle(ids)
+    def order(self, seed: int, last: Collection[str] = ()) -> list[str]:
+        """Ids at random, one author after the other: a flood waits behind everybody's first group. Authors
+        in ``last`` come after all others. What some author adds never changes the order of the others' groups."""
         seen: Counter[str] = Counter()
-        turn: dict[str, int] = {}
-        for i in ids:
+        turn: dict[str, tuple[bool, int, int]] = {}
+        for place, i in sorted((derive(seed, i), i) for i in self.entries):
             author = self.entries[i].group.author
-            turn[i] = seen[author]
+            turn[i] = (author in last, seen[author], place)
             seen[author] += 1
-        return sorted(ids, key=turn.__getitem__)
+        return sorted(turn, key=turn.__getitem__)
 
     def expire(self, now: int) -> None:
         for i in [i for i, e in self.entries.items() if now - e.arrived > self.ttl]:
@@ -82,14 +84,14 @@ class Pool:
             self.dropped[why] += 1
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON data. Entries as (frame, arrived, rewards or None)."""
+        """Plain JSON data. Entries as (frame, arrived, rewards or None, copied)."""
         rows = []
         for e in self.entries.values():
             rewards = e.group.rewards if e.scored else None
-            rows.append([base64.b64encode(e.frame).decode(), e.arrived, rewards])
-        return {"entries": rows, "contents": list(self._contents), "dropped": dict(self.dropped)}
+            rows.append([base64.b64encode(e.frame).decode(), e.arrived, rewards, e.copied])
+        return {"entries": rows, "contents": list(self._answers), "dropped": dict(self.dropped)}
 
     def load_contents(self, state: dict[str, Any]) -> None:
         """Everything but the entries, which only the node can rebuild."""
-        self._contents = OrderedDict.fromkeys(state["contents"])
+        self._answers = OrderedDict.fromkeys(state["contents"])
         self.dropped = Counter(state["dropped"])

@@ -5,7 +5,6 @@ The result depends on the set of groups and the seed, never on the order in whic
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.rng import derive
 from coterie.types import Group
 
 Strategy = Literal["uniform", "informative", "variance"]
@@ -41,8 +41,7 @@ def select(
     supply say so: never a group over its quota.
     """
     quotas = quotas or Quotas()
-    ordered = sorted(groups, key=lambda g: g.id)
-    random.Random(seed).shuffle(ordered)
+    ordered = sorted(groups, key=lambda g: (derive(seed, g.id), g.id))  # a group's place depends on no other group
     if strategy != "uniform":
         ordered = [g for g in ordered if g.informative]
     if strategy == "variance":
@@ -69,27 +68,6 @@ def equal_share(wanted: int, authors: int) -> int:
 def fresh(groups: Sequence[Group], newest: Mapping[str, int], max_age: int) -> list[Group]:
     """Groups at most ``max_age`` versions behind the ``newest`` known of their author; none of an author not listed."""
     return [g for g in groups if g.author in newest and newest[g.author] - g.policy_version <= max_age]
-
-
-def likelihood_band(
-    groups: Sequence[Group],
-    logprobs: Sequence[Sequence[NDArray[np.float32]]],
-    low: float,
-    high: float = 0.0,
-    window: int = 16,
-) -> list[Group]:
-    """Groups that this node could plausibly have written itself.
-
-    ``logprobs[i][j]``: own log-probs of the policy tokens of trajectory j of group i, shape [t]. Kept if, for every
-    trajectory, the *worst* stretch of ``window`` tokens has a mean of at least ``low`` and the whole a mean of at most
-    ``high``. Text injected around a right answer shows as an unlikely stretch (arXiv 2511.09780, section on defences);
-    the mean over all tokens would hide it.
-    """
-    return [
-        g
-        for g, rows in zip(groups, logprobs, strict=True)
-        if all(worst_stretch(r, window) >= low and (len(r) == 0 or float(r.mean()) <= high) for r in rows)
-    ]
 
 
 def worst_stretch(logprobs: NDArray[np.float32], window: int) -> float:

@@ -9,13 +9,15 @@ that probability, whoever sent it. No two nodes need to agree on a number of sha
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 LEVELS = 4
 BASE = 16
-_FLOOD = 8.0
+_FLOOD = 32.0
 _DIGITS = "0123456789abcdef"
+T = TypeVar("T")
 Prefix = str  # hex digits, e.g. "a3": the subtree g/a/3/**
 
 
@@ -63,27 +65,57 @@ def key_of(prefix: Prefix, levels: int = LEVELS) -> str:
     return "/".join([*prefix, *["*"] * (levels - len(prefix))])
 
 
-def fair_sample(frames: Sequence[tuple[str, bytes]], most: int, rng: random.Random) -> list[bytes]:
-    """At most ``most`` of the (sender, frame) pairs, at random, one sender after the other: who sends much leaves room for
-    the rest. The sender is only what the carrier says; believing a frame is another matter."""
-    if len(frames) <= most:
-        return [frame for _, frame in frames]
-    order = rng.sample(range(len(frames)), len(frames))
+def fair_sample(items: Sequence[tuple[str, T]], most: int, rng: random.Random) -> list[tuple[str, T]]:
+    """At most ``most`` of the (sender, thing) pairs, drawn one sender after the other, in the order in which they came: who
+    sends much leaves room for the rest. The sender is only what the carrier says; believing a frame is another matter."""
+    if len(items) <= most:
+        return list(items)
+    order = rng.sample(range(len(items)), len(items))
     seen: Counter[str] = Counter()
     turns: list[tuple[int, int]] = []
     for i in order:
-        turns.append((seen[frames[i][0]], i))
-        seen[frames[i][0]] += 1
+        turns.append((seen[items[i][0]], i))
+        seen[items[i][0]] += 1
     turns.sort(key=lambda t: t[0])  # stable: within a turn the order stays random
-    return [frames[i][1] for _, i in turns[:most]]
+    return [items[i] for i in sorted(i for _, i in turns[:most])]
+
+
+class Inbox:
+    """Frames that wait for the next collect, bounded as a whole: what is over ``capacity`` is lost by whoever has most
+    waiting (its oldest goes), so a flood displaces itself."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.lost = 0
+        self._queues: dict[str, deque[tuple[int, bytes]]] = {}
+        self._count = self._size = 0
+
+    def put(self, sender: str, frame: bytes) -> None:
+        self._queues.setdefault(sender, deque()).append((self._count, frame))
+        self._count += 1
+        self._size += 1
+        if self._size > self.capacity:
+            most = max(self._queues, key=lambda s: len(self._queues[s]))
+            self._queues[most].popleft()
+            if not self._queues[most]:
+                del self._queues[most]
+            self._size -= 1
+            self.lost += 1
+
+    def take(self) -> list[tuple[str, bytes]]:
+        """Everything, as (sender, frame) in the order of arrival."""
+        rows = sorted((n, sender, frame) for sender, queue in self._queues.items() for n, frame in queue)
+        self._queues, self._size = {}, 0
+        return [(sender, frame) for _, sender, frame in rows]
 
 
 class Listener:
     """Chooses the subtrees to listen to, step by step, so that about ``wanted`` messages arrive per step.
 
     The fraction starts from the size of the swarm (``wanted / (nodes * published)``) and is then corrected by what
-    arrives, with a bounded step, whoever is fast or slow. Refused messages do not count as arrived, so that a flood does not
-    make a node deaf to others; but it never takes more than ``_FLOOD`` times what it wants, whatever that costs it.
+    arrives, with a bounded step, whoever is fast or slow. Only *useful* messages count as arrived (the node says how many
+    were), so that a flood neither makes a node deaf to others nor passes for plenty; but a node never takes more than
+    ``_FLOOD`` times what it wants, whatever that costs it.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -99,10 +131,10 @@ class Listener:
         self._mean = None
         self.prefixes = redraw(set(), self.fraction, self._rng)
 
-    def update(self, arrived: int, wanted: float, wasted: float = 0.0) -> None:
-        """One step has brought ``arrived`` messages, of which a share ``wasted`` was refused."""
-        useful = max(arrived * (1.0 - wasted), arrived / _FLOOD)
-        self._mean = 0.75 * (wanted if self._mean is None else self._mean) + 0.25 * useful
+    def update(self, arrived: float, wanted: float, useful: float | None = None) -> None:
+        """One step has brought ``arrived`` messages, of which ``useful`` were worth hearing (None: all)."""
+        counted = arrived if useful is None else max(useful, arrived / _FLOOD)
+        self._mean = 0.75 * (wanted if self._mean is None else self._mean) + 0.25 * counted
         ratio = wanted / max(self._mean, 0.25)
         step = min(1.25, max(0.8, ratio)) if abs(ratio - 1) > 0.2 else 1.0
         self._mean *= step

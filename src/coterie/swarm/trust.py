@@ -6,6 +6,9 @@
 * **Faults** count against an author only where its signature proves that it is the author; a forged message is nobody's.
   Honest differences (another task, a longer answer than this node takes, a late message) are counted and cost nothing.
 * **Quarantine**: at four faults an author is ignored for 32 collects, then 64, 128, ...
+* **Worth**: of the groups scored here, how many could teach something. An author far below the others is *idle*: its groups
+  come last, and do not count as traffic wanted. It is forgiven as soon as the share recovers.
+* **Names**: whoever has sent four messages of one kind that were refused, and idle authors, are named once, whatever the kind.
 
 Everything is bounded: 4096 authors (the least recently heard go first), two sessions each.
 """
@@ -13,6 +16,8 @@ Everything is bounded: 4096 authors (the least recently heard go first), two ses
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from math import comb
 from typing import Any
 
 import msgspec
@@ -25,7 +30,10 @@ WINDOW = 1024
 MAX_AUTHORS = 4096
 STRIKES = 4
 BAR = 32
-BLAMELESS = frozenset({"other_task", "too_long", "stale", "replay", "copy", "rate", "quarantined", "not_allowed"})
+MEMORY, ACCIDENT = 128, 0.01  # groups scored that count; how unlikely a share must be to be no accident
+BLAMELESS = frozenset(
+    "other_task too_long stale replay copy rate quarantined not_allowed longer implausible carried".split()  # noqa: SIM905
+)
 
 
 class Session(msgspec.Struct):
@@ -44,6 +52,10 @@ class Author(msgspec.Struct):
     sessions: list[Session] = msgspec.field(default_factory=list)  # newest first, at most two
     accepted: int = 0
     used: int = 0
+    used_at: int = -(10**9)
+    scored: int = 0  # lately
+    useful: int = 0  # of them
+    named: set[str] = msgspec.field(default_factory=set)  # kinds for which the console has named it
     strikes: int = 0
     bars: int = 0
     barred_until: int = 0
@@ -100,22 +112,61 @@ class Ledger:
         values = sorted(a.skew_ms for a in self.authors.values() if a.skew_ms is not None)
         return values[(len(values) - 1) // 2] / 1000.0 if values else 0.0
 
-    def blame(self, author: str | None, kind: str, now: int) -> bool:
-        """Count a refusal; with a proven ``author`` and a real fault, a strike too. True if that began a quarantine."""
+    def blame(self, author: str | None, kind: str, now: int) -> str:
+        """Count a refusal; with a proven ``author`` and a real fault, a strike too.
+
+        Returns:
+            "quarantine" if that began one, "name" if the author should be named for this kind, else "".
+        """
         self.refused[kind] += 1
         if author is None:
-            return False
+            return ""
         record = self._record(author)
         record.faults[kind] = record.faults.get(kind, 0) + 1
-        if kind in BLAMELESS:
+        if kind not in BLAMELESS:
+            record.strikes += 1
+            if record.strikes >= STRIKES:
+                record.barred_until = now + BAR * 2 ** min(record.bars, 10)
+                record.bars += 1
+                record.strikes = 0
+                record.named.add(kind)
+                return "quarantine"
+        if kind == "quarantined" or kind in record.named or record.faults[kind] < max(STRIKES, record.accepted // 4):
+            return ""
+        record.named.add(kind)
+        return "name"
+
+    def judge(self, author: str, useful: bool) -> bool:
+        """Count a group that was scored. True if its author has just become idle and should be named."""
+        record = self._record(author)
+        if record.scored >= MEMORY:
+            record.scored, record.useful = record.scored // 2, record.useful // 2
+        record.scored += 1
+        record.useful += useful
+        if not self.idle(author):
+            record.named.discard("idle")
             return False
-        record.strikes += 1
-        if record.strikes < STRIKES:
-            return False
-        record.barred_until = now + BAR * 2 ** min(record.bars, 10)
-        record.bars += 1
-        record.strikes = 0
-        return True
+        new = "idle" not in record.named
+        record.named.add("idle")
+        return new
+
+    def idle(self, author: str) -> bool:
+        """Whether :meth:`idlers` has this author."""
+        return author in self.idlers([author])
+
+    def idlers(self, among: Iterable[str]) -> set[str]:
+        """Authors of whose groups so few were useful that, were they half as useful as the others, this would be an accident
+        of one in a hundred."""
+        scored, useful = (sum(getattr(a, k) for a in self.authors.values()) for k in ("scored", "useful"))
+        out = set()
+        for name in among:
+            a = self.authors.get(name)
+            if a is None or scored - a.scored < STRIKES:
+                continue
+            p, n = 0.5 * (useful - a.useful) / (scored - a.scored), a.scored
+            if sum(comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(a.useful + 1)) < ACCIDENT:
+                out.add(name)
+        return out
 
     def quarantined(self, now: int) -> list[str]:
         return [a for a, r in self.authors.items() if now < r.barred_until]
@@ -139,6 +190,7 @@ class Ledger:
                 "accepted": a.accepted,
                 "used": a.used,
                 "faults": dict(a.faults),
+                "named": sorted(a.named),
                 "quarantined": now < a.barred_until,
             }
             for node, a in self.authors.items()

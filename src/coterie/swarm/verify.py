@@ -161,7 +161,9 @@ def score_group(group: Group, score: ScoreFn) -> tuple[Group, bool]:
     return replace(group, trajectories=rows), any(s.outcome == "breach" for s in scores)
 
 
-def content_digest(group: Group) -> str:
-    """Equal for two groups with the same problem and the same answers, whoever signed them, in whatever order."""
-    texts = sorted("\0".join(s.text for s in t.segments) for t in group.trajectories)
-    return digest_prompt("\0\0".join([group.problem.id, *texts])).hex()[:16]
+def answer_digests(group: Group) -> list[str]:
+    """One per trajectory, equal for equal answers to the same problem, whoever signed them."""
+    return [
+        digest_prompt("\0".join([group.problem.id, *(s.text for s in t.segments)])).hex()[:16]
+        for t in group.trajectories
+    ]
