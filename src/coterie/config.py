@@ -148,6 +148,9 @@ class LossConfig(Section):
     """`aipo`: upper clip distance (1.0: at most twice as likely per batch)."""
     lambda_ext: float = Field(1.0, ge=0)
     """Factor on the loss of helpers' tokens."""
+    ext_grad_share_cap: float = Field(0.0, ge=0, lt=1)
+    """Largest share of helpers' tokens in the batch's summed logit-gradient norms: beyond it their loss is scaled down.
+    Costs one more forward pass. 0: off."""
     ce_coef: float = Field(0.1, ge=0)
     """`ce`: weight of the cross-entropy, a mean over its own tokens."""
     luffy_gamma: float = Field(0.1, gt=0)

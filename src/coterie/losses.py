@@ -207,6 +207,11 @@ def policy_loss(
     return LossOutput(loss, sums | {"loss": loss.detach()})
 
 
+def share_scale(share: float, cap: float) -> float:
+    """Factor on the loss of tokens with ``share`` of the summed gradient norms that leaves them ``cap`` of the new sum."""
+    return 1.0 if share <= cap else cap * (1 - share) / (share * (1 - cap))
+
+
 def _where_trained(x: Tensor, batch: Batch) -> Tensor:
     """``x`` on trained tokens, 0 elsewhere (whatever stands there, NaN included); half precision is widened first."""
     full = x if x.dtype == torch.float64 else x.float()  # [B, T]

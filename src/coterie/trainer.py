@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from coterie.advantages import group_advantages
 from coterie.batching import Batch, collate, micro_batches
-from coterie.config import Config
+from coterie.config import Config, LossConfig
 from coterie.critic import critic_loss, critic_metrics, plain_rewards, start_values, with_gae
 from coterie.engines.base import Engine
 from coterie.errors import UserError
@@ -29,7 +29,7 @@ from coterie.helpers.metrics import helper_metrics
 from coterie.helpers.mixing import CollapseGuard, too_many_failed
 from coterie.helpers.roles import HelperSet
 from coterie.loss_metrics import loss_metrics
-from coterie.losses import kl_estimate, policy_loss, zero_advantages_are_silent
+from coterie.losses import kl_estimate, policy_loss, share_scale, zero_advantages_are_silent
 from coterie.policy import Policy, StepResult
 from coterie.rng import derive
 from coterie.rollout import Rollout, prompt_tokens, rollout, rollout_metrics, training_sampling
@@ -172,13 +172,14 @@ class Trainer:
         parts = micro_batches(batch, cfg.optim.token_budget)
         old: dict[int, TokenStats] = {}  # log-probs and values at the start of the update, kept over all its steps
         metrics: dict[str, float] = {}
+        loss_cfg, capped = self._capped(parts)
         for _ in range(cfg.optim.updates):
             outputs, critic = [], []
             for i, part in enumerate(parts):
                 stats = self.policy.logprobs(part)
                 reference = self.policy.reference_logprobs(part) if cfg.loss.kl_coef > 0 else None
                 at_start = old.setdefault(i, stats.detach())
-                outputs.append(policy_loss(stats, part, cfg.loss, at_start.logprobs, reference))
+                outputs.append(policy_loss(stats, part, loss_cfg, at_start.logprobs, reference))
                 loss = outputs[-1].loss
                 if part.returns is not None:
                     critic.append(critic_loss(stats, at_start, part, cfg))
@@ -187,7 +188,24 @@ class Trainer:
             done = self.policy.step(self._lr())
             metrics = loss_metrics(outputs) | critic_metrics(critic)
         metrics["policy/nothing_to_train"] = 0.0
-        return metrics | step_metrics(done, self._lr())
+        return metrics | capped | step_metrics(done, self._lr())
+
+    def _capped(self, parts: Sequence[Batch]) -> tuple[LossConfig, dict[str, float]]:
+        """The loss with helpers' tokens scaled down to ``ext_grad_share_cap``, measured over the whole batch, so that it does
+        not depend on how the batch is cut; and the factor, as a metric."""
+        cfg = self.cfg.loss
+        if not cfg.ext_grad_share_cap or not any(part.normalizers.helper for part in parts):
+            return cfg, {}
+        plain = cfg.model_copy(update={"kl_coef": 0.0})
+        outputs = []
+        for part in parts:
+            with torch.no_grad():
+                stats = self.policy.logprobs(part)
+            leaf = replace(stats, logprobs=stats.logprobs.requires_grad_())
+            outputs.append(policy_loss(leaf, part, plain, stats.logprobs.detach()))
+        share = loss_metrics(outputs).get("loss/helper/gradient_share", 0.0)
+        scale = share_scale(share, cfg.ext_grad_share_cap)
+        return cfg.model_copy(update={"lambda_ext": cfg.lambda_ext * scale}), {"loss/helper_scale": scale}
 
     @property
     def finished(self) -> bool:
