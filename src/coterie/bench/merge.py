@@ -8,6 +8,7 @@ the best of the repeats counts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -121,10 +122,10 @@ def models(folder: Path, millions: float, dtype: str) -> tuple[Path, list[Path]]
 
 
 def gram_rate(base: Path, experts: list[Path], repeats: int) -> dict[str, Any]:
-    """Seconds of the Gram pass against reading and converting the same bytes to fp32 in the same blocks by one thread.
+    """Seconds of the Gram pass against reading and converting the same bytes to fp32 by one thread, as a loader does it.
 
-    The pass has a reading and a computing thread. On a busy machine they share what one would get; then the figure of the
-    busier thread's CPU time says what two free cores would give.
+    The pass uses a thread per core. ``rate_share`` is by the clock; on a busy machine it says nothing, so the CPU seconds of both
+    are given too: their ratio is the share on one core, and ``rate_share_if_cores_were_free`` what all cores would give.
     """
     import torch
 
@@ -135,35 +136,39 @@ def gram_rate(base: Path, experts: list[Path], repeats: int) -> dict[str, Any]:
     from coterie.merging.recipe import make_recipe
 
     inputs = open_inputs(base, make_recipe(base, experts).experts)
-    values = block_values(64, EXPERTS)
+    values, threads = block_values(64, EXPERTS), os.cpu_count() or 1
 
     def read_and_convert() -> None:
         with one_thread_each(), Reader() as reader:
             for e in inputs.entries:
-                for first, last in row_blocks(e.base.rows, e.base.cols, values):
+                for first, last in row_blocks(0, e.base.rows, e.base.cols, values):
                     for info in (e.base, *(s.info for s in e.sources)):  # type: ignore[union-attr]
                         reader.rows(info, first, last).to(torch.float32)
 
+    ways: dict[str, Callable[[], object]] = {
+        "read": read_and_convert,
+        "gram": lambda: gram_pass(inputs),
+        "gram_one_thread": lambda: gram_pass(inputs, threads=1),
+    }
     read_and_convert()  # fills the page cache
-    runs: dict[str, list[tuple[float, float, float]]] = {"read": [], "gram": []}
+    best = {name: (math.inf, math.inf) for name in ways}  # wall, CPU
     for _ in range(repeats):
-        for name, do in (("read", read_and_convert), ("gram", lambda: gram_pass(inputs))):
-            before = time.perf_counter(), time.process_time(), time.thread_time()
+        for name, do in ways.items():
+            wall, cpu = time.perf_counter(), time.process_time()
             do()
-            wall, cpu, own = (
-                x - y
-                for x, y in zip((time.perf_counter(), time.process_time(), time.thread_time()), before, strict=True)
-            )
-            runs[name].append((wall, cpu, max(own, cpu - own)))
-    best = {name: [min(r[k] for r in found) for k in range(3)] for name, found in runs.items()}
+            found = time.perf_counter() - wall, time.process_time() - cpu
+            best[name] = min(best[name][0], found[0]), min(best[name][1], found[1])
+    read, gram, alone = (best[n] for n in ways)
     return {
-        "read_and_convert_s": round(best["read"][0], 3),
-        "gram_s": round(best["gram"][0], 3),
-        "rate_share": round(best["read"][0] / best["gram"][0], 3),
-        "read_and_convert_cpu_s": round(best["read"][1], 3),
-        "gram_cpu_s": round(best["gram"][1], 3),
-        "gram_busier_thread_cpu_s": round(best["gram"][2], 3),
-        "rate_share_if_both_threads_had_a_core": round(best["read"][1] / best["gram"][2], 3),
+        "threads": threads,
+        "read_and_convert_s": round(read[0], 3),
+        "gram_s": round(gram[0], 3),
+        "rate_share": round(read[0] / gram[0], 3),
+        "read_and_convert_cpu_s": round(read[1], 3),
+        "gram_cpu_s": round(gram[1], 3),
+        "gram_one_thread_cpu_s": round(alone[1], 3),
+        "rate_share_on_one_core": round(read[1] / alone[1], 3),
+        "rate_share_if_cores_were_free": round(read[1] / (gram[1] / threads), 3),
     }
 
 

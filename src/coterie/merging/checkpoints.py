@@ -275,18 +275,22 @@ class Reader:
         if reuse and len(self._scratch) < size:
             self._scratch = np.empty(size, np.uint8)
         buffer = self._scratch[:size] if reuse else np.empty(size, np.uint8)
-        fd = self._fds.get(info.file)
-        if fd is None:
-            fd = self._fds[info.file] = os.open(info.file, os.O_RDONLY)
-        view, offset, done = buffer.data, info.start + first * width, 0
-        while done < len(buffer):
-            got = os.preadv(fd, [view[done:]], offset + done)
-            if got == 0:
-                raise UserError(f"{info.file}: cut short while reading {info.name}; was it changed during the merge?")
-            done += got
+        self.fill(info, first * width, buffer.data)
         if not len(buffer):
             return torch.empty((last - first, info.cols), dtype=dtype)
         return torch.from_numpy(buffer).view(dtype).view(last - first, info.cols)  # [r, cols]
+
+    def fill(self, info: TensorInfo, skip: int, view: memoryview) -> None:
+        """Fill ``view`` with a tensor's bytes from its ``skip``-th on."""
+        fd = self._fds.get(info.file)
+        if fd is None:
+            fd = self._fds[info.file] = os.open(info.file, os.O_RDONLY)
+        done = 0
+        while done < len(view):
+            got = os.preadv(fd, [view[done:]], info.start + skip + done)
+            if got == 0:
+                raise UserError(f"{info.file}: cut short while reading {info.name}; was it changed during the merge?")
+            done += got
 
     def gather(self, info: TensorInfo, wanted: list[int]) -> Tensor:
         """The named rows in the stored dtype, ``[len(wanted), cols]``; neighbours are read in one go."""

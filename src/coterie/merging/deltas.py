@@ -46,9 +46,10 @@ def block_values(budget_mib: int, experts: int) -> int:
     return min(_MOST, max(4096, (budget_mib << 20) // (ahead + working)))
 
 
-def row_blocks(rows: int, cols: int, values: int) -> list[tuple[int, int]]:
+def row_blocks(start: int, end: int, cols: int, values: int) -> list[tuple[int, int]]:
+    """Rows ``start:end`` in pieces of about ``values`` values."""
     step = max(1, values // max(1, cols))
-    return [(r, min(r + step, rows)) for r in range(0, rows, step)]
+    return [(r, min(r + step, end)) for r in range(start, end, step)]
 
 
 def stream(
@@ -65,14 +66,36 @@ def stream(
     """
     who = range(len(inputs.experts)) if only is None else only
     values = block_values(budget_mib, len(who))
-    for block, whole in _read_ahead(lambda reader: _blocks(reader, entries, who, values, compute_dtype)):
-        if whole and block.entry.merged:  # here, not in the reader: reading is the longer half of the work
-            if len(whole) == len(block.deltas):
-                block.deltas.sub_(block.base)
-            else:
-                for k in whole:
-                    block.deltas[k].sub_(block.base)
-        yield block
+    spans = [Span(e, 0, e.base.rows) for e in entries]
+    # the base is taken off here, not in the reader: reading is the longer half of the work
+    for item in _read_ahead(lambda reader: _blocks(reader, spans, who, values, compute_dtype, _AHEAD + 2)):
+        yield _without_base(item)
+
+
+class Span(NamedTuple):
+    """Rows ``first:last`` of a tensor."""
+
+    entry: Entry
+    first: int
+    last: int
+
+
+def blocks_of(inputs: Inputs, span: Span, values: int, reader: Reader) -> Iterator[Block]:
+    """The blocks of one span in fp32, all work in this thread: for callers that share the work between threads themselves.
+    A block is overwritten once the next has been asked for."""
+    for item in _blocks(reader, [span], range(len(inputs.experts)), values, "float32", 1):
+        yield _without_base(item)
+
+
+def _without_base(item: _Item) -> Block:
+    block, whole = item
+    if whole and block.entry.merged:
+        if len(whole) == len(block.deltas):
+            block.deltas.sub_(block.base)
+        else:
+            for k in whole:
+                block.deltas[k].sub_(block.base)
+    return block
 
 
 class _Factors(NamedTuple):
@@ -143,16 +166,16 @@ def _read_ahead(blocks: Callable[[Reader], Iterator[_Item]]) -> Iterator[_Item]:
 
 
 def _blocks(
-    reader: Reader, entries: Sequence[Entry], who: Sequence[int], values: int, compute_dtype: ComputeDtype
+    reader: Reader, spans: Sequence[Span], who: Sequence[int], values: int, compute_dtype: ComputeDtype, buffers: int
 ) -> Iterator[_Item]:
     import torch
 
     dtype: torch.dtype = getattr(torch, compute_dtype)
-    ring = [torch.empty(0) for _ in range(_AHEAD + 2)]  # in the queue, in the reader's hand, in the consumer's
+    ring = [torch.empty(0) for _ in range(buffers)]  # in the queue, in the reader's hand, in the consumer's
     count = 0
-    for entry in entries:
+    for entry, start, end in spans:
         factors = {i: s.factors(reader) for i in who if isinstance(s := entry.sources[i], Pair)}
-        for first, last in row_blocks(entry.base.rows, entry.base.cols, values):
+        for first, last in row_blocks(start, end, entry.base.cols, values):
             stored = reader.rows(entry.base, first, last, reuse=True)
             kind = dtype if entry.merged else stored.dtype
             slot, size = count % len(ring), (len(who) + 1) * stored.numel()
