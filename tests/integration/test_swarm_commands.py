@@ -49,11 +49,13 @@ def test_dry_runs_print_the_resolved_config() -> None:
 
 def test_status_of_a_local_swarm(tmp_path: Path) -> None:
     a = LocalExchange(tmp_path / "s.sqlite", kit.person(1).node_id)
-    a.beat('{"step": 4, "state": "sharing", "tasks": {"gcd": 3}, "accuracy": 0.5}')
+    info = {"step": 4, "state": "sharing", "tasks": {"gcd": 3}, "accuracy": 0.5}
+    a.beat(json.dumps(info | {"troubles": ["amber-otter-3f2a: copy, idle"]}))
     LocalExchange(tmp_path / "s.sqlite", kit.person(2).node_id).beat("not JSON")
     rows = json.loads(call("swarm", "status", "--path", str(tmp_path / "s.sqlite"), "--json"))
     assert {r["name"]: r.get("step") for r in rows} == {kit.person(1).name: 4, kit.person(2).name: None}
-    assert "2 nodes" in call("swarm", "status", "--path", str(tmp_path / "s.sqlite"))
+    shown = call("swarm", "status", "--path", str(tmp_path / "s.sqlite"))
+    assert "2 nodes" in shown and "trouble with amber-otter-3f2a: copy, idle" in shown
     a.close()
 
 

@@ -141,7 +141,10 @@ def status(
     Console().print(table)
     for r in rows:
         mix = ", ".join(f"{t} {n}" for t, n in _mix(r).items())
-        if said := "; ".join(str(x) for x in (r.get("cause"), mix and f"groups published: {mix}") if x):
+        troubles = r.get("troubles")
+        named = "; ".join(map(str, troubles)) if isinstance(troubles, list) else ""
+        parts = (r.get("cause"), mix and f"groups published: {mix}", named and f"trouble with {named}")
+        if said := "; ".join(str(x) for x in parts if x):
             typer.echo(f"{r['name']}: {_plain(said, 300)}")
     there = "a node enters once its model is loaded and leaves when it ends"
     hint = "" if rows else f" ({there}; --name asks for another swarm than 'swarm')"

@@ -11,32 +11,28 @@ import base64
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coterie.config import SwarmConfig
 from coterie.swarm.access import Access
+from coterie.swarm.chooser import MARGIN, Chooser, LogprobFn
 from coterie.swarm.controller import FixedShare
 from coterie.swarm.exchange import Exchange, Request
 from coterie.swarm.identity import Identity, short_name
 from coterie.swarm.intake import Intake
 from coterie.swarm.pool import Entry, Pool
-from coterie.swarm.selection import Quotas, equal_share, fresh, select
 from coterie.swarm.solo import Node, SoloNode, State
 from coterie.swarm.trust import Ledger
-from coterie.swarm.verify import Rebuilder, ScoreFn, score_group
+from coterie.swarm.verify import Rebuilder, ScoreFn
 from coterie.swarm.wire import WireError, encode_group
-from coterie.swarm.yardstick import WINDOW, Yardstick, better
 from coterie.types import Group
 
 __all__ = ["LogprobFn", "Node", "SoloNode", "State", "SwarmNode"]
 
-LogprobFn = Callable[[Sequence[Group]], Sequence[Sequence[NDArray[np.float32]]]]
-_MARGIN = 3  # messages asked for per peer group wanted: some are uninformative, late or refused
 _CLOCK_S, _BEAT_S = 60.0, 2.0
 
 
@@ -77,15 +73,16 @@ class SwarmNode:
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.cfg, self.identity, self.author = cfg, identity, identity.node_id
-        self.exchange, self._rebuild, self._score_fn = exchange, rebuilder, score
+        self.exchange, self._rebuild = exchange, rebuilder
         self._access = access or Access(cfg.name)
         self.share = share or FixedShare(cfg.peer_groups)
-        self._logprobs, self._seed, self._on_close = logprobs, seed, on_close
+        self._seed, self._on_close = seed, on_close
         self.pool = Pool(cfg.pool, cfg.ttl)
         self.ledger = Ledger(cfg.max_age)
         self._clock = clock or (lambda: time.time())  # looked up at each call
-        self._yardstick = Yardstick(cfg.longer, cfg.less_likely if logprobs else 0.0)
         self._intake = Intake(cfg.name, self.author, self._access, rebuilder, self.ledger, self.pool)
+        self._chooser = Chooser(cfg, self._intake, score, logprobs)
+        self._counts = self._chooser.counts
         self.events = self._intake.events  # quarantines, changes of state, a wrong clock
         self._said = State("solo")
         self._now = 0  # collects so far: this node's only clock
@@ -98,11 +95,10 @@ class SwarmNode:
         self._publish_s = 0.0
         self._useful: float | None = None  # messages of the last collect that were worth hearing
         self._last: dict[str, float] = {}
-        self._counts = Counter[str]()
 
     def publish(self, groups: Sequence[Group]) -> None:
         """Sign and send own groups (never blocks on a peer). What cannot be sent is counted as ``unsendable``."""
-        self._yardstick.note(groups)
+        self._chooser.yardstick.note(groups)
         if self.cfg.share == "nothing":
             return
         start = time.monotonic()
@@ -144,14 +140,14 @@ class SwarmNode:
         self._counts.clear()
         if wanted > 0:
             deadline = start + self.cfg.collect_s
-            request = Request(_MARGIN * wanted, self.cfg.message_bytes + 64, self.cfg.wait_s, self._useful)
+            request = Request(MARGIN * wanted, self.cfg.message_bytes + 64, self.cfg.wait_s, self._useful)
             frames = self.exchange.collect(request)
             self._counts["received"] = len(frames)
             self.pool.expire(self._now)
             accepted = self._intake.take(frames, self._now, deadline, max(8, request.messages))
             self._counts["accepted"] = accepted.total()
-            chosen = self._choose(wanted, self._seed * 1_000_003 + step, deadline)
-            self._useful = self._worth(accepted, wanted)
+            chosen = self._chooser.choose(wanted, self._seed * 1_000_003 + step, self._now, deadline)
+            self._useful = self._chooser.worth(accepted, wanted)
         for g in chosen:
             self.pool.remove(g.id, "used")
             record = self.ledger.authors[g.author]
@@ -160,72 +156,6 @@ class SwarmNode:
         self._note(chosen, wanted, time.monotonic() - start)
         self._beat(step)
         return chosen
-
-    def _choose(self, wanted: int, seed: int, deadline: float) -> list[Group]:
-        """Score waiting groups until enough are fit, then select; what has no signal leaves the pool."""
-        order = self.pool.order(seed, self.ledger.idlers({e.group.author for e in self.pool.entries.values()}))
-        goal = 3 * wanted if self.cfg.selection == "variance" else wanted
-        while True:
-            scored = [e.group for e in self.pool.entries.values() if e.scored]
-            ready = fresh(scored, self.ledger.trusted(self._now), self.cfg.max_age)
-            quotas = self._quotas(wanted, {g.author for g in ready})
-            chosen = select(ready, goal, self.cfg.selection, seed, quotas)
-            todo = [i for i in order if i in self.pool.entries and not self.pool.entries[i].scored]
-            if len(chosen) >= goal or not todo or time.monotonic() > deadline:
-                return select(ready, wanted, self.cfg.selection, seed, quotas)
-            for i in todo[: max(1, goal - len(chosen))]:
-                self._score(self.pool.entries[i])
-
-    def _score(self, entry: Entry) -> None:
-        group, breach = score_group(entry.group, self._score_fn)
-        self._counts["scored"] += 1
-        self._counts["informative"] += group.informative
-        self._counts["rewards"] += len(group.valid_rewards)
-        self._counts["reward_sum_1e6"] += round(1e6 * sum(group.valid_rewards))
-        unfit = ("breach", "an answer broke the scorer's bounds") if breach else self._unfit(group, entry.copied)
-        if unfit is not None:
-            self.pool.remove(group.id, unfit[0])
-            self._intake.refuse(group.author, WireError(*unfit, signed=True), self._now)
-        elif self.cfg.selection != "uniform" and not group.informative:
-            self.pool.remove(group.id, "uninformative")
-        else:
-            self.pool.entries[group.id] = replace(entry, group=group, scored=True)
-        if self.ledger.judge(group.author, group.informative and unfit is None):
-            a = self.ledger.authors[group.author]
-            said = f"of its last {a.scored} groups {a.useful} could teach something, far fewer than others'"
-            self.events.append(f"peer {short_name(group.author)}: {said}; it comes last")
-
-    def _unfit(self, group: Group, copied: Sequence[bool]) -> tuple[str, str] | None:
-        """Kind and text of what is wrong with the form of a group that has something to teach."""
-        if not group.informative:
-            return None
-        best = {id(t) for t in better(group)}
-        if copied and all(c for c, t in zip(copied, group.trajectories, strict=True) if id(t) in best):
-            return "copy", "its right answers were here before"
-        if self._yardstick.too_long(group):
-            limit = self._yardstick.longest(group.problem.task)
-            return "longer", f"a right answer of over {limit:.0f} tokens; own ones are shorter"
-        if (
-            self._logprobs is not None
-            and self.cfg.less_likely
-            and self._yardstick.implausible(self._logprobs([group])[0])
-        ):
-            limit = self._yardstick.least_likely()
-            return "implausible", f"{WINDOW} tokens with a mean log-prob below {limit:.1f} here"
-        return None
-
-    def _quotas(self, wanted: int, fit: set[str]) -> Quotas:
-        """An author's share counts those who have something ``fit`` now or had lately, not those who only send."""
-        lately = {n for n, a in self.ledger.authors.items() if self._now - a.used_at <= self.cfg.ttl}
-        share = equal_share(wanted, len(fit | lately))
-        most = self.cfg.per_peer or 2 * share
-        return Quotas(most, self.cfg.per_task, min(share, most))
-
-    def _worth(self, accepted: Mapping[str, int], wanted: int) -> float:
-        """Messages worth hearing among those ``accepted`` of each author: none of the idle, no author's beyond its share."""
-        fair = _MARGIN * self._quotas(wanted, set(accepted)).share
-        idle = self.ledger.idlers(accepted)
-        return float(sum(min(n, fair) for author, n in accepted.items() if author not in idle))
 
     def feedback(self, accuracy: float, kl: float) -> None:
         """Own held-out accuracy and KL to the start model, after an evaluation (used by ``ratio = "adaptive"``)."""
@@ -290,6 +220,7 @@ class SwarmNode:
             "used": sum(a.used for a in self.ledger.authors.values()),
             "tasks": dict(self._tasks),
             "accuracy": self._accuracy,
+            "troubles": self.troubles()[:8],
             "clock_ms": int(time.time() * 1000),  # so that `coterie doctor` can compare
         }
         self.exchange.beat(json.dumps(info))
@@ -346,7 +277,7 @@ class SwarmNode:
             "ledger": self.ledger.state(),
             "pool": self.pool.state(),
             "share": self.share.state(),
-            "own": self._yardstick.state(),
+            "own": self._chooser.yardstick.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -358,7 +289,7 @@ class SwarmNode:
         self.ledger.load(state["ledger"])
         self.pool.load_contents(state["pool"])
         self.share.load(state["share"])
-        self._yardstick.load(state["own"])
+        self._chooser.yardstick.load(state["own"])
         for data, arrived, rewards, copied in state["pool"]["entries"]:
             self._restore(base64.b64decode(data), int(arrived), rewards, tuple(copied))
 

@@ -1,0 +1,107 @@
+"""Which of the waiting groups enter the update: scored here, fit in form, shared fairly among authors."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.config import SwarmConfig
+from coterie.swarm.identity import short_name
+from coterie.swarm.intake import Intake
+from coterie.swarm.pool import Entry
+from coterie.swarm.selection import Quotas, equal_share, fresh, select
+from coterie.swarm.verify import ScoreFn, score_group
+from coterie.swarm.wire import WireError
+from coterie.swarm.yardstick import WINDOW, Yardstick, better
+from coterie.types import Group
+
+LogprobFn = Callable[[Sequence[Group]], Sequence[Sequence[NDArray[np.float32]]]]
+MARGIN = 3  # messages asked for per peer group wanted: some are uninformative, late or refused
+
+
+class Chooser:
+    """Chooses from the pool that ``intake`` fills. ``counts``: what was scored in the last step (cleared by the owner).
+
+    Args:
+        score: own verifier.
+        logprobs: own log-probs of the policy tokens of each trajectory; None: likelihood is not looked at.
+    """
+
+    def __init__(self, cfg: SwarmConfig, intake: Intake, score: ScoreFn, logprobs: LogprobFn | None) -> None:
+        self.cfg, self._intake, self.pool, self.ledger = cfg, intake, intake.pool, intake.ledger
+        self._score_fn, self._logprobs = score, logprobs if cfg.less_likely else None
+        self.yardstick = Yardstick(cfg.longer, cfg.less_likely if logprobs else 0.0)
+        self.counts = Counter[str]()
+        self._now = 0
+
+    def choose(self, wanted: int, seed: int, now: int, deadline: float) -> list[Group]:
+        """Score waiting groups until enough are fit, then select; what has no signal leaves the pool."""
+        self._now = now
+        order = self.pool.order(seed, self.ledger.idlers({e.group.author for e in self.pool.entries.values()}))
+        goal = 3 * wanted if self.cfg.selection == "variance" else wanted
+        while True:
+            scored = [e.group for e in self.pool.entries.values() if e.scored]
+            ready = fresh(scored, self.ledger.trusted(self._now), self.cfg.max_age)
+            quotas = self._quotas(wanted, {g.author for g in ready})
+            chosen = select(ready, goal, self.cfg.selection, seed, quotas)
+            todo = [i for i in order if i in self.pool.entries and not self.pool.entries[i].scored]
+            if len(chosen) >= goal or not todo or time.monotonic() > deadline:
+                return select(ready, wanted, self.cfg.selection, seed, quotas)
+            for i in todo[: max(1, goal - len(chosen))]:
+                self._score(self.pool.entries[i])
+
+    def _score(self, entry: Entry) -> None:
+        group, breach = score_group(entry.group, self._score_fn)
+        self.counts["scored"] += 1
+        self.counts["informative"] += group.informative
+        self.counts["rewards"] += len(group.valid_rewards)
+        self.counts["reward_sum_1e6"] += round(1e6 * sum(group.valid_rewards))
+        unfit = ("breach", "an answer broke the scorer's bounds") if breach else self._unfit(group, entry.copied)
+        if unfit is not None:
+            self.pool.remove(group.id, unfit[0])
+            self._intake.refuse(group.author, WireError(*unfit, signed=True), self._now)
+        elif self.cfg.selection != "uniform" and not group.informative:
+            self.pool.remove(group.id, "uninformative")
+        else:
+            self.pool.entries[group.id] = replace(entry, group=group, scored=True)
+        if self.ledger.judge(group.author, group.informative and unfit is None):
+            a = self.ledger.authors[group.author]
+            said = f"of its last {a.scored} groups {a.useful} could teach something, far fewer than others'"
+            self._intake.events.append(f"peer {short_name(group.author)}: {said}; it comes last")
+
+    def _unfit(self, group: Group, copied: Sequence[bool]) -> tuple[str, str] | None:
+        """Kind and text of what is wrong with the form of a group that has something to teach."""
+        if not group.informative:
+            return None
+        best = {id(t) for t in better(group)}
+        if copied and all(c for c, t in zip(copied, group.trajectories, strict=True) if id(t) in best):
+            return "copy", "its right answers were here before"
+        if self.yardstick.too_long(group):
+            limit = self.yardstick.longest(group.problem.task)
+            return "longer", f"a right answer of over {limit:.0f} tokens; own ones are shorter"
+        if (
+            self._logprobs is not None
+            and self.cfg.less_likely
+            and self.yardstick.implausible(self._logprobs([group])[0])
+        ):
+            limit = self.yardstick.least_likely()
+            return "implausible", f"{WINDOW} tokens with a mean log-prob below {limit:.1f} here"
+        return None
+
+    def _quotas(self, wanted: int, fit: set[str]) -> Quotas:
+        """An author's share counts those who have something ``fit`` now or had lately, not those who only send."""
+        lately = {n for n, a in self.ledger.authors.items() if self._now - a.used_at <= self.cfg.ttl}
+        share = equal_share(wanted, len(fit | lately))
+        most = self.cfg.per_peer or 2 * share
+        return Quotas(most, self.cfg.per_task, min(share, most))
+
+    def worth(self, accepted: Mapping[str, int], wanted: int) -> float:
+        """Messages worth hearing among those ``accepted`` of each author: none of the idle, no author's beyond its share."""
+        fair = MARGIN * self._quotas(wanted, set(accepted)).share
+        idle = self.ledger.idlers(accepted)
+        return float(sum(min(n, fair) for author, n in accepted.items() if author not in idle))
