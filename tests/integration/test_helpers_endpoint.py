@@ -70,6 +70,25 @@ def test_a_real_model_answers_and_its_logprobs_are_exact(folder: Path) -> None:
     assert exact >= 1
 
 
+def test_another_tokenizer_gives_the_log_prob_of_the_whole_reply() -> None:
+    """With span-level mu every token of a reply has an equal part of the log-prob that the endpoint's model gave its text."""
+
+    def said(h: Any, body: dict[str, Any]) -> None:
+        pieces = {"content": [{"token": t, "logprob": p} for t, p in (("sound", -0.5), (" 12 + 34", -0.25))]}
+        h.send_json(200, completion("sound 12 + 34", logprobs=pieces))
+
+    with serving(said) as server:
+        cfg = config({"verify": {"url": server.url, "model": "m"}})
+        form = load_form("full")
+        helper = OpenAIHelper(cfg.roles["verify"], form.roles["verify"], 10**6, want_logprobs=True)
+        with HelperSet(cfg, encoder(), 200, {"verify": helper}, form, span_mu=True) as helpers:
+            (t,) = ask(helpers)
+    assert server.requests[0]["body"]["logprobs"] is True
+    known = t.behavior_logprobs[t.source == Source.HELPER]
+    assert len(known) > 2
+    np.testing.assert_allclose(known, -0.75 / len(known), rtol=1e-6)
+
+
 def test_another_tokenizer_or_unasked_ids_leave_logprobs_unknown(folder: Path) -> None:
     with serving(ModelReply(folder)) as server, helper_set(server.url, {"verify": "m"}) as helpers:
         (t,) = ask(helpers)

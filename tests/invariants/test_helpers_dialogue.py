@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from helpers_kit import ScriptEngine, config, encoder, scripted
@@ -396,6 +398,75 @@ def test_characters_the_policy_cannot_write_are_left_out() -> None:
     cfg = config({"knowledge": {"backend": "scripted", "call": "x:y"}}, form="short")
     helpers = HelperSet(cfg, plain, 60, {}, load_form("short"))
     assert plain.decode(helpers.body("knowledge", HelperReply("aébc<eos>a", "x")).token_ids) == "aba"
+
+
+def test_log_probs_of_a_whole_text_are_used_where_they_say_something_about_its_tokens() -> None:
+    """One token, or a certain text: known. A text of several: only its sum is, for a loss that asks for no more."""
+
+    def logprobs(text: str, logprob: float, span_mu: bool = False) -> list[float]:
+        cfg = config({"knowledge": {"backend": "scripted", "call": "x:y"}})
+        helpers = HelperSet(cfg, encoder(), 200, {}, load_form("full"), span_mu=span_mu)
+        return helpers.body("knowledge", HelperReply(text, "x", span_logprob=logprob)).logprobs
+
+    assert logprobs("h", -1.5) == [-1.5]
+    certain = logprobs("hello he llo", 0.0)
+    assert len(certain) > 1 and set(certain) == {0.0}
+    assert all(map(math.isnan, logprobs("hello he llo", -1.5)))
+    assert logprobs("hello he llo", -1.5, span_mu=True) == [-1.5 / len(certain)] * len(certain)
+    for changed in (" hello he llo", "hello <knowledge> he", "hello " * 40):
+        assert all(map(math.isnan, logprobs(changed, 0.0, span_mu=True))), changed
+
+
+def test_bare_replies_go_on_where_the_question_ended(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(
+        '[short]\nopen = ""\nclose = ""\n[short.roles.knowledge]\nstart = ","\nend = "="\n', encoding="utf-8"
+    )
+    cfg = config({"knowledge": {"backend": "scripted", "call": "x:y"}}, form="short", prompts=str(tmp_path / "p.toml"))
+    form = load_form("short", cfg.prompts)
+    helpers = HelperSet(cfg, encoder(False), 60, {"knowledge": IdHelper(lambda r: r.query * 2)}, form)
+    (t,) = _run(ScriptEngine(lambda p: ";4~" if "hh" in p else "x,h="), helpers)
+    assert encoder().decode(t.token_ids[t.prompt_length :]) == "x,h=hh;4"
+    assert [s.source for s in t.segments if s.text] == [Source.POLICY, Source.HELPER, Source.POLICY]
+    assert helpers.body("knowledge", HelperReply("a, b = c", "x")).text == "a b  c"  # its tags are harmless still
+
+
+def test_solo_rows_decode_while_the_first_questions_are_answered() -> None:
+    """What is passed in comes out after the first turn and before the second, and changes nothing of the dialogues."""
+
+    def script(text: str) -> str:
+        return "4~" if "<feedback>" in text else "x<verify>1</verify>"
+
+    def rows(meanwhile: list[tuple[int, int, Trajectory]]) -> list[tuple[int, int, Trajectory]]:
+        engine = ScriptEngine(script)
+        helpers = scripted({"verify": lambda r: "sound"})
+        starts = [DialogueStart("Q0", helpers.prompt_ids("Q0"), 1, 2)]
+        turns = iter(meanwhile)
+
+        def other() -> Iterator[tuple[int, int, Trajectory]]:
+            for row in turns:
+                assert len(engine.sent) == 2, "not between the first turn and the second"
+                yield row
+
+        return list(run_dialogues(engine, starts, helpers, Sampling(200), meanwhile=other()))
+
+    alone = rows([])
+    solo = (7, 7, dataclasses.replace(alone[0][2], mode="solo"))
+    mixed = rows([solo])
+    assert mixed[0] is solo
+    assert [(i, j, t.token_ids.tolist()) for i, j, t in mixed[1:]] == [
+        (i, j, t.token_ids.tolist()) for i, j, t in alone
+    ]
+
+
+def test_ag11_the_tagged_prompt_is_one_full_rendering() -> None:
+    """Not pieced together from messages rendered one by one, which loses what a template says about the whole."""
+    helpers = scripted({"verify": lambda r: "sound"})
+    messages = [{"role": "system", "content": helpers.block}, {"role": "user", "content": "2+2?"}]
+    text = encoder().tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert helpers.prompt_ids("2+2?") == encoder().tokenizer(text, add_special_tokens=False)["input_ids"]
+    (t,) = _run(ScriptEngine(lambda p: "<think>a</think>4~" if "<feedback>" in p else "<verify>1</verify>"), helpers)
+    assert t.token_ids[: t.prompt_length].tolist() == helpers.prompt_ids("Q?")
+    assert "<think>a</think>4" in encoder().decode(t.token_ids)  # reasoning stays in the ids that are trained
 
 
 def test_short_form_with_a_plain_tokenizer() -> None:

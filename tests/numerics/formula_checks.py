@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import ModuleType
 from unittest.mock import patch
@@ -81,6 +82,18 @@ def truncated(m: ModuleType) -> None:
     """rho0 = 0.3/0.6, 0.6/0.2 (capped at 2), unknown."""
     known = torch.tensor([[True, True, False]])
     close(m.truncated_coefficient(logs(0.3, 0.6, 0.3), logs(0.6, 0.2, 0.6), known, 2.0), [[0.5, 2, 0]])
+
+
+def whole_replies(m: ModuleType) -> None:
+    """rho0 of a reply of two tokens 0.2/0.8 and 0.1/0.1, one of one token 0.3/0.6, one with an unknown token (0.3/0.3, and
+    0.5 with mu = 1, which is no probability of the reply); the policy's own tokens between keep their mu of 0.9."""
+    helper = torch.tensor([[False, True, True, False, True, False, True, True]])
+    known = torch.tensor([[True] * 7 + [False]])
+    old = logs(0.5, 0.2, 0.1, 0.4, 0.3, 0.4, 0.3, 0.5)
+    mu = logs(0.5, 0.8, 0.1, 0.9, 0.6, 0.9, 0.3, 1.0)
+    want = math.sqrt(0.25 * 1.0)
+    got = (old - m.whole_replies(old, mu, known, helper)).exp()
+    close(got, [[1.0, want, want, 0.4 / 0.9, 0.5, 0.4 / 0.9, 1.0, 0.5]])
 
 
 def aipo(m: ModuleType) -> None:
@@ -304,6 +317,23 @@ def value_regression(m: ModuleType) -> None:
     close(torch.autograd.grad(loss, values)[0], [[0.0, -0.875, 0.0]])
 
 
+def span_mu(m: ModuleType) -> None:
+    """A reply of two tokens, rho0 = 0.5 and 0.02: under `aipo` c = 0.5 and 0.2 (floored), over the whole reply 0.1 and 0.1,
+    floored to 0.2; own token 1. N = 1 policy token."""
+    batch = build([Row("cphh", 1.0, mu=[0, 0, math.log(0.8), math.log(0.5)])])
+    old = logs(1, 0.5, 0.4, 0.01)
+    for source, want in (("recorded", 0.5 + 0.2), ("span", 0.2 + 0.2)):
+        cfg = LossConfig(external_loss="aipo", mu_source=source)  # type: ignore[arg-type]
+        close(m.policy_loss(Stats(old), batch, cfg, old).loss, -1 - want)
+    cfg = LossConfig(external_loss="ppo_is", mu_source="span")
+    close(m.policy_loss(Stats(old), batch, cfg, old).loss, -1 - 0.2)
+
+
+def capped_share(m: ModuleType) -> None:
+    """Norms 6 and 2: a share of 0.75; scaled by a sixth they are 1 and 2: a third."""
+    close([m.share_scale(0.75, 1 / 3), m.share_scale(0.2, 0.3), m.share_scale(1.0, 0.3)], [1 / 6, 1, 0])
+
+
 # --- loss_metrics.py --------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +378,7 @@ def metrics(m: ModuleType) -> None:
         "loss/helper/unknown": 0,
         "loss/helper/behavior_k1": math.log(4) / 2,
         "loss/helper/behavior_k3": (0.25 - 1 + math.log(4)) / 2,
+        "loss/helper/behavior_chi2": (1 + 1 / 16) / 2 - 1,
         "loss/helper/ess": 1.25**2 / (2 * (1 + 1 / 16)),
         "loss/helper/bias": (0.3 - 0.25) * 2 / 1.6,
         "loss/peer/capped": 1,
@@ -405,9 +436,23 @@ def metrics_absurd_peer(m: ModuleType) -> None:
     close(m.loss_metrics([out])["loss/peer/behavior_gap"], 10.0)
 
 
-EXTERNAL = (clipped, bounded, recorded, positive, tapered, truncated, aipo, ppo_is, luffy)
-LOSSES = (gspo_ratio, kl, weights, provenance, every_treatment, kl_in_loss, row_weights)
+def metrics_by_role(m: ModuleType) -> None:
+    """Two replies of one token, p = 0.5 and 0.25; a question that failed has no tokens."""
+    batch = build([Row("cphph", 1.0)])
+    role = torch.tensor([[0, 0, 1, 0, 2]], dtype=torch.int8)
+    batch = dataclasses.replace(batch, role=role, roles=("knowledge", "verify"))
+    lp = logs(1, 0.5, 0.5, 0.5, 0.25)
+    with patch.object(coterie.losses, "diagnostics", m.diagnostics):
+        out = coterie.losses.policy_loss(Stats(lp), batch, LossConfig(external_loss="surrogate"), lp)
+    got = m.loss_metrics([out])
+    close([got["loss/helper/knowledge/nll"], got["loss/helper/verify/nll"]], [math.log(2), math.log(4)])
+    close([got[f"loss/helper/{r}tokens"] for r in ("", "knowledge/", "verify/")], [2, 1, 1])
+    assert got["loss/trained_tokens"] == 4
+
+
+EXTERNAL = (clipped, bounded, recorded, positive, tapered, truncated, whole_replies, aipo, ppo_is, luffy)
+LOSSES = (gspo_ratio, kl, weights, provenance, every_treatment, kl_in_loss, row_weights, span_mu, capped_share)
 ADVANTAGES = (advantage_kinds, advantage_unusable, advantage_baselines, informative_share)
 STATS = (pass_at_k, wilson, clustered, student, paired, holm)
 VALUE = (gae_by_hand, gae_extremes, value_regression)
-METRICS = (metrics, clip_metrics, metrics_of_unlike_tokens, metrics_absurd_peer)
+METRICS = (metrics, clip_metrics, metrics_of_unlike_tokens, metrics_absurd_peer, metrics_by_role)

@@ -98,6 +98,11 @@ def test_call_helper(tmp_path: Path) -> None:
     file.write_text("def f(request):\n    return request.query + '!'\nn = 3\n")
     (reply,) = call_helper(f"{file}:f", "x").respond_batch([REQUEST])
     assert isinstance(reply, HelperReply) and reply.text == "1+1!"
+    file.write_text("def f(request):\n    return request.query, -0.5\ndef g(request):\n    return 'x', 0.5\n")
+    said, impossible = (call_helper(f"{file}:{n}", "x").respond_batch([REQUEST])[0] for n in "fg")
+    assert isinstance(said, HelperReply) and (said.text, said.span_logprob) == ("1+1", -0.5)
+    assert isinstance(impossible, HelperReply) and impossible.span_logprob is None
+    file.write_text("n = 3\n")
     for spec, error in [("f", "as module:function"), (f"{file}:g", "no function g"), (f"{file}:n", "no function n"),
                         ("/none.py:f", "no such file"), ("no_such_module_x:f", "cannot import")]:  # fmt: skip
         with pytest.raises(UserError, match=error):
