@@ -33,6 +33,15 @@ test-slow: setup
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+# The documentation site, in docs/_build. A broken link or image is an error.
+docs: $(VENV)/.docs-done
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+	@echo "open docs/_build/index.html"
+
+$(VENV)/.docs-done: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 # TRL, for `coterie bench round`, in an environment of its own.
 bench-env: .venv-bench/.setup-done
 

@@ -1,4 +1,5 @@
-"""The charts of a report. Colours are the Okabe-Ito set (told apart by colour-blind readers); runs also differ by dash."""
+"""The charts of a report. Colours are the Okabe-Ito set (told apart by colour-blind readers), the five that differ most
+first; runs also differ by dash."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import plotly.graph_objects as go
 
 from coterie.report.data import RunLog
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#000000", "#CC79A7", "#56B4E9", "#E69F00", "#009E73")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 
@@ -110,7 +111,7 @@ def _chart(runs: list[RunLog], keys: dict[str, str], title: str, unit: str, shar
                             fillcolor=colour, opacity=0.15, hoverinfo="skip", showlegend=False)  # fmt: skip
         mode = "lines+markers" if len(line.x) < 30 else "lines"
         style = {"color": colour, "dash": DASHES[i % len(DASHES)], "width": 2}
-        fig.add_scatter(x=line.x, y=line.y, name=line.name, mode=mode, line=style)
+        fig.add_scatter(x=line.x, y=line.y, name=line.name, mode=mode, line=style, cliponaxis=False)
     fig.update_layout(showlegend=len(lines) > 1)
     return _div(fig)
 
@@ -157,7 +158,7 @@ def _intervals(runs: list[RunLog], task: str) -> go.Figure:
             "thickness": 1,
         }
         line = {"color": COLOURS[i % len(COLOURS)], "dash": DASHES[i % len(DASHES)], "width": 2}
-        fig.add_scatter(x=x, y=y, error_y=bars, name=run.name, mode="lines+markers", line=line)
+        fig.add_scatter(x=x, y=y, error_y=bars, name=run.name, mode="lines+markers", line=line, cliponaxis=False)
     fig.update_layout(showlegend=len(runs) > 1)
     return fig
 
@@ -169,6 +170,7 @@ def _figure(title: str, unit: str, share: bool) -> go.Figure:
         xaxis={"title": {"text": "step"}, "rangemode": "tozero", "gridcolor": "#e6e6e6"},
         yaxis={"title": {"text": unit}, "rangemode": "tozero", "gridcolor": "#e6e6e6"},
         template="plotly_white",
+        yaxis_ticklabelstandoff=4,
         height=320,
         margin={"l": 60, "r": 15, "t": 45, "b": 80},
         legend={"orientation": "h", "y": -0.28, "yanchor": "top", "font": {"size": 11}},
