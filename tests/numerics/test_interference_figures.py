@@ -16,7 +16,7 @@ from coterie.merging import nulls
 from coterie.merging.diagnostics import interference
 from coterie.merging.gram import gram_pass
 from coterie.merging.inputs import open_inputs
-from coterie.merging.page import html, write_report
+from coterie.merging.page import html, sparsity_curves, write_report
 from coterie.merging.recipe import make_recipe
 from coterie.merging.verdict import CAVEAT
 
@@ -231,9 +231,22 @@ def test_reading_never_calls_a_merge_safe_and_the_page_holds_the_figures(tmp_pat
     write_report(got, tmp_path / "out")
     assert json.loads((tmp_path / "out/interference.json").read_text()) == got
     page = (tmp_path / "out/interference.html").read_text()
-    assert page.count("<svg") == 4 and "<script" not in page and f"{got['all']['pairs'][0]['cosine']:+.2e}" in page
+    assert page.count("<svg") == 6 and "<script" not in page and f"{got['all']['pairs'][0]['cosine']:+.2e}" in page
     named = json.loads(json.dumps(got).replace("e0", "<b>x"))
     assert "<b>x" not in html(named)
+
+
+def test_curves_of_sparsity_have_a_measured_and_a_null_line_per_expert_at_the_right_heights() -> None:
+    share = {"1e-08": 1.0, "1e-05": 0.5}
+    null = {"1e-08": 1.0, "1e-05": 0.25}
+    svg = sparsity_curves(
+        {
+            n: {"share_above": share, "share_above_in_bf16": share, "share_above_in_bf16_null": null}
+            for n in ("a", "<b>")
+        }
+    )
+    assert svg.count("<polyline") == 4 and svg.count("stroke-dasharray") == 2 and "<b>" not in svg
+    assert 'points="40,10.0 130,100.0"' in svg and 'points="40,10.0 130,145.0"' in svg
 
 
 def test_order_of_experts_changes_nothing(tmp_path) -> None:

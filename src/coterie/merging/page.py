@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader
 from coterie.errors import UserError
 from coterie.merging.tables import number
 
+COLOURS = ("#3366cc", "#dc3912", "#109618", "#ff9900", "#990099", "#0099c6", "#dd4477", "#66aa00")
 _Z_SCALE = 6.0  # z at which a cell has its full colour
 
 
@@ -45,6 +46,8 @@ def html(report: dict[str, Any]) -> str:
         "zs": _pair_map(report["all"], labels, "z_row_flip", ".1f", _Z_SCALE),
         "kinds": _scope_map(report["per_module_type"]),
         "layers": _scope_map(report["per_layer"]),
+        "density": _density_map(report, labels),
+        "curves": sparsity_curves(report["all"]["experts"]),
     }
     thresholds = list(next(iter(report["all"]["experts"].values()))["share_above"])
     marked = {k: Markup(v) for k, v in values.items()}
@@ -65,6 +68,40 @@ def _scope_map(scopes: dict[str, Any]) -> str:
     return heat_map(
         list(scopes), columns, [[p["z_row_flip"] for p in f["pairs"]] for f in scopes.values()], ".1f", _Z_SCALE
     )
+
+
+def _density_map(report: dict[str, Any], labels: list[str]) -> str:
+    """log2 of a module type's share of a delta's energy over its share of the values: 0 for an update spread evenly."""
+    whole, kinds = report["all"], report["per_module_type"]
+
+    def cell(kind: dict[str, Any], label: str) -> float | None:
+        energy = kind["experts"][label]["l2_norm"] ** 2 / (whole["experts"][label]["l2_norm"] ** 2 or 1.0)
+        return math.log2(energy / (kind["values"] / whole["values"])) if energy else None
+
+    return heat_map(list(kinds), labels, [[cell(k, n) for n in labels] for k in kinds.values()], "+.1f", 2.0)
+
+
+def sparsity_curves(experts: dict[str, Any]) -> str:
+    """SVG: share of weights changed by more than a threshold, stored in bf16 (lines), and for dense drift (dashed)."""
+    from markupsafe import escape
+
+    thresholds = list(next(iter(experts.values()))["share_above_in_bf16"])
+    wide, high, left = 90, 180, 40
+    right, bottom = left + wide * (len(thresholds) - 1), high + 10
+    parts = [f'<svg width="{right + 160}" height="{high + 40}" role="img">']
+    for share in (0.0, 0.5, 1.0):
+        y = bottom - high * share
+        parts.append(f'<line x1="{left}" x2="{right}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{share:.0%}</text>')
+    for k, t in enumerate(thresholds):
+        parts.append(f'<text x="{left + wide * k}" y="{bottom + 18}" text-anchor="middle">{t}</text>')
+    for i, (name, e) in enumerate(experts.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        for key, dash in (("share_above_in_bf16", ""), ("share_above_in_bf16_null", ' stroke-dasharray="5 4"')):
+            places = " ".join(f"{left + wide * k},{bottom - high * e[key][t]:.1f}" for k, t in enumerate(thresholds))
+            parts.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        parts.append(f'<text x="{right + 10}" y="{20 + 16 * i}" fill="{colour}">{escape(name)}</text>')
+    return "".join(parts) + "</svg>"
 
 
 def heat_map(rows: list[str], columns: list[str], cells: list[list[float | None]], form: str, least: float) -> str:

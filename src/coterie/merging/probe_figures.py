@@ -53,7 +53,8 @@ def figures(scores: Scores, kind: str = "mean", seed: int = 0) -> dict[str, Any]
         "controls": controls,
         "pairs": pairs,
         "subspaces": shared_subspaces(real.gram, real.task, scores.tasks, scores.values),
-        "map": principal_map(real),
+        "map": principal_map(real.gram, real.task),
+        "score_map": principal_map(scores.gram, scores.task),
         "floor_of_the_sketch": scores.floor,
         "values_in_a_score": scores.values,
         "advantage": kind,
@@ -264,9 +265,8 @@ def _reading(pair: dict[str, Any], controls: dict[str, Any], floor: float) -> st
     return f"{names}: no overlap seen; the true cosine lies between {least:+.2f} and {most:+.2f}{seen}"
 
 
-def principal_map(groups: _Groups) -> dict[str, Any]:
-    """Group gradients in the plane of their two main directions (from their Gram matrix), for a picture."""
-    k = groups.gram
+def principal_map(k: Array, task: NDArray[np.int64]) -> dict[str, Any]:
+    """Vectors in the plane of their two main directions (from their inner products ``k [n, n]``), for a picture."""
     middle = k - k.mean(0) - k.mean(1)[:, None] + k.mean()
     values, vectors = np.linalg.eigh(middle)
     top = np.argsort(values)[::-1][:2]
@@ -274,7 +274,7 @@ def principal_map(groups: _Groups) -> dict[str, Any]:
     points = vectors[:, top] * np.sqrt(spread)
     total = float(np.maximum(values, 0).sum())
     return {
-        "task": groups.task.tolist(),
+        "task": task.tolist(),
         "points": points.tolist(),
         "share": [float(s / total) if total else 0.0 for s in spread],
     }

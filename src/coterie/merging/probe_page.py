@@ -10,11 +10,10 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 from coterie.errors import UserError
-from coterie.merging.page import heat_map
+from coterie.merging.page import COLOURS, heat_map
 from coterie.merging.tables import number
 from coterie.rundir import write_atomic
 
-_COLOURS = ("#3366cc", "#dc3912", "#109618", "#ff9900", "#990099", "#0099c6", "#dd4477", "#66aa00")
 _SIZE = 360
 
 
@@ -31,6 +30,7 @@ def write_probe(report: dict[str, Any], out: Path) -> None:
             "cosines": Markup(_pairs(found, "cosine", "+.2f")),
             "raw": Markup(_pairs(found, "raw_cosine", "+.2f")),
             "map": Markup(_scatter(found["map"], list(found["tasks"]))),
+            "scores": Markup(_scatter(found["score_map"], list(found["tasks"]))),
         }
         for found in report["temperatures"]
     ]
@@ -45,15 +45,15 @@ def _pairs(found: dict[str, Any], key: str, form: str) -> str:
 
 
 def _scatter(found: dict[str, Any], names: list[str]) -> str:
-    """Group gradients in the plane of their two main directions, coloured by task."""
+    """Points in the plane of their two main directions, coloured by task."""
     points = found["points"]
     most = max((abs(c) for p in points for c in p), default=0.0) or 1.0
     parts = [f'<svg width="{_SIZE + 160}" height="{_SIZE}" role="img">']
     for task, point in zip(found["task"], points, strict=True):
         x, y = (_SIZE / 2 * (1 + 0.95 * c / most) for c in (*point, 0.0)[:2])
-        parts.append(f'<circle cx="{x:.1f}" cy="{_SIZE - y:.1f}" r="4" fill="{_COLOURS[task % 8]}" fill-opacity=".7"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{_SIZE - y:.1f}" r="4" fill="{COLOURS[task % 8]}" fill-opacity=".7"/>')
     for i, name in enumerate(names):
-        colour = _COLOURS[i % 8]
+        colour = COLOURS[i % 8]
         parts.append(f'<circle cx="{_SIZE + 10}" cy="{20 + 18 * i}" r="5" fill="{colour}"/>')
         parts.append(f'<text x="{_SIZE + 20}" y="{24 + 18 * i}">{escape(name)}</text>')
     return "".join(parts) + "</svg>"
