@@ -14,6 +14,7 @@ from engine_models import EOS, PROMPTS, VOCABULARY, CharEncoder, TinyPolicy, tin
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from coterie.engines import compiled
 from coterie.engines.compiled import CompiledDecoder, pack
 from coterie.engines.llama import LlamaDecoder
 from coterie.engines.reference import ReferenceDecoder
@@ -92,17 +93,17 @@ def test_ro02_sampling_agrees_with_padded_rescoring() -> None:
             np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("in_kernels", [True, False])
 @pytest.mark.parametrize("kind", FAST)
-def test_fast_decoders_give_the_logits_of_the_reference(kind: str, compiled: bool) -> None:
+def test_fast_decoders_give_the_logits_of_the_reference(kind: str, in_kernels: bool) -> None:
     """Step by step, through rows leaving (in and out of order) and prompts leaving."""
     policy = tiny_policy(kind)
     weights = lay_out(policy.model, torch.float32)
-    fast: Any = CompiledDecoder(pack(weights)) if compiled else LlamaDecoder(weights)
+    fast: Any = CompiledDecoder(pack(weights)) if in_kernels else LlamaDecoder(weights)
     slow: Any = ReferenceDecoder(policy.model, policy.device, torch.float32)
     owner = [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8  # in order, a multiple of the row bucket: the straight path
     torch.testing.assert_close(fast.prefill(PROMPTS, owner, 12), slow.prefill(PROMPTS, owner, 12), atol=2e-5, rtol=0)
-    assert compiled or fast.in_order
+    assert in_kernels or fast.in_order
     generator = torch.Generator().manual_seed(0)
     orders: dict[int, list[int]] = {
         2: [*range(5), 31, *range(6, 31)],
@@ -119,7 +120,7 @@ def test_fast_decoders_give_the_logits_of_the_reference(kind: str, compiled: boo
             rows = len(orders[step])
         tokens = torch.randint(0, VOCABULARY, (rows,), generator=generator)
         torch.testing.assert_close(fast.step(tokens), slow.step(tokens), atol=2e-5, rtol=0)
-    if not compiled:
+    if not in_kernels:
         assert fast.own_kv[0].shape[1] == 8
         assert len(fast.prompt_length) == 1
 
@@ -166,6 +167,42 @@ def test_ro12_to_the_last_bit_at_real_sizes() -> None:
         assert np.array_equal(sample.logprobs, alone[key].logprobs)
     for (i, _), sample in together.items():
         np.testing.assert_allclose(sample.logprobs, rescored(policy, prompts[i], sample), atol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(7, 1, 20), (5, 5, 6), (6, 2, 48)])
+def test_widths_that_are_no_multiple_of_a_vector(heads: int, kv_heads: int, head_dim: int) -> None:
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 6 * heads,
+        "intermediate_size": 50,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+    config = LlamaConfig(**sizes, head_dim=head_dim, vocab_size=71, num_hidden_layers=2, initializer_range=0.3)
+    policy = TinyPolicy(LlamaForCausalLM(config), CharEncoder(71))
+    prompts = [list(range(2, 2 + n)) for n in (1, 16, 17, 40)]
+    for (i, _), sample in generate(policy, prompts, n=3, sampling=Sampling(35)).items():
+        np.testing.assert_allclose(sample.logprobs, rescored(policy, prompts[i], sample), atol=1e-4)
+
+
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_SHARE", 1.0)  # however little work
+    parts: list[int] = []
+    step = CompiledDecoder._step
+    monkeypatch.setattr(CompiledDecoder, "_step", lambda self, *a: (parts.append(a[-1]), step(self, *a))[1])
+    policy = tiny_policy("qwen3")
+    before = torch.get_num_threads()
+    out = {}
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            out[threads] = generate(policy, n=9)
+    finally:
+        torch.set_num_threads(before)
+    assert set(parts) == {0, 1, 2}
+    for key, sample in out[1].items():
+        assert sample.token_ids.tolist() == out[3][key].token_ids.tolist()
+        assert np.array_equal(sample.logprobs, out[3][key].logprobs)
 
 
 def test_equal_prompts_are_prefilled_once_and_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,11 +213,22 @@ _at: Any = intrinsic(_address)
 
 
 def _softmax_of(b: Any, values: list[Any]) -> None:
-    """(address, count): softmax of that many floats, a multiple of LANES, in place."""
-    at, count = values
+    """(address, end, before, middle, last): softmax, in place, of the floats up to ``before`` and from ``middle`` to ``last``.
+
+    ``end`` is the next multiple of LANES; what lies between becomes 0.
+    """
+    at, end, before, middle, last = values
+    longs = ir.VectorType(_LONG, LANES)
+    lane = longs(list(range(LANES)))
 
     def each() -> Any:
-        return cgutils.for_range_slice(b, _LONG(0), count, _LONG(LANES), _LONG)
+        return cgutils.for_range_slice(b, _LONG(0), end, _LONG(LANES), _LONG)
+
+    def spread(number: Any) -> Any:
+        nothing = ir.Constant(longs, ir.Undefined)
+        return b.shuffle_vector(
+            b.insert_element(nothing, number, _INT(0)), nothing, ir.VectorType(_INT, LANES)([0] * LANES)
+        )
 
     def folded(vector: Any, both: Callable[[Any, Any], Any]) -> Any:
         for half in (8, 4, 2, 1):
@@ -230,7 +241,12 @@ def _softmax_of(b: Any, values: list[Any]) -> None:
 
     largest = cgutils.alloca_once_value(b, _constant(float("-inf")))
     with each() as (i, _):
-        b.store(larger(b.load(_vector_at(b, at, i), align=4), b.load(largest)), largest)
+        place = b.add(spread(i), lane)
+        own = b.and_(b.icmp_signed(">=", place, spread(middle)), b.icmp_signed("<", place, spread(last)))
+        counts = b.or_(b.icmp_signed("<", place, spread(before)), own)
+        x = b.select(counts, b.load(_vector_at(b, at, i), align=4), _constant(float("-inf")))
+        b.store(x, _vector_at(b, at, i), align=4)
+        b.store(larger(x, b.load(largest)), largest)
     top = folded(b.load(largest), larger)
     total = cgutils.alloca_once_value(b, _constant(0.0))
     with each() as (i, _):
@@ -254,8 +270,36 @@ def _gate_of(b: Any, values: list[Any]) -> None:
         b.store(b.fmul(both, sigmoid), _vector_at(b, gate, i), align=4)
 
 
+def _rotate_of(b: Any, values: list[Any]) -> None:
+    """(x, cos, sin, half): rotary embedding of ``2 half`` floats, each with the one ``half`` on, in place."""
+    x, cos, sin, half = values
+
+    def place(address: Any, index: Any, kind: Any) -> Any:
+        return b.bitcast(b.gep(b.inttoptr(address, _FLOAT.as_pointer()), [index]), kind.as_pointer())
+
+    whole = b.and_(half, _LONG(-8))
+    for lanes, first, last in ((8, _LONG(0), whole), (1, whole, half)):  # vectors of eight, then what is left
+        kind = ir.VectorType(_FLOAT, lanes) if lanes > 1 else _FLOAT
+        with cgutils.for_range_slice(b, first, last, _LONG(lanes), _LONG) as (i, _):
+            one, two = place(x, i, kind), place(x, b.add(i, half), kind)
+            u, v = b.load(one, align=4), b.load(two, align=4)
+            c, s = b.load(place(cos, i, kind), align=4), b.load(place(sin, i, kind), align=4)
+            b.store(b.fsub(b.fmul(u, c), b.fmul(v, s)), one, align=4)
+            b.store(b.fadd(b.fmul(v, c), b.fmul(u, s)), two, align=4)
+
+
+def _keep_of(b: Any, values: list[Any]) -> None:
+    """(k, v, key, value, count): copies a key of that many floats to places LANES apart, and a value as it lies."""
+    k, v, key, value = (b.inttoptr(a, _FLOAT.as_pointer()) for a in values[:4])
+    with cgutils.for_range_slice(b, _LONG(0), values[4], _LONG(1), _LONG) as (i, _):
+        b.store(b.load(b.gep(k, [i])), b.gep(key, [b.mul(i, _LONG(LANES))]))
+        b.store(b.load(b.gep(v, [i])), b.gep(value, [i]))
+
+
 _gate = _emitted(types.void, 3, _gate_of)
-_softmax = _emitted(types.void, 2, _softmax_of)
+_softmax = _emitted(types.void, 5, _softmax_of)
+_rotate = _emitted(types.void, 4, _rotate_of)
+_keep = _emitted(types.void, 5, _keep_of)
 _tile = _product(ROWS, COLUMNS // LANES, 1, True)
 _few_1, _few_2 = _product(1, 1, 4, False), _product(2, 1, 2, False)
 _few_3, _few_4 = _product(3, 1, 2, False), _product(4, 1, 1, False)
@@ -338,23 +382,8 @@ def _turn(m: Model, cache: Cache, layer: int, qkv: F32, r: int, position: int) -
             scale = np.float32(1.0) / np.sqrt(total / np.float32(2 * half) + np.float32(m.eps))
             for i in range(2 * half):
                 qkv[r, first + i] *= scale * weight[i]
-        for i in range(half):
-            a, b = qkv[r, first + i], qkv[r, first + half + i]
-            cos, sin = cache.cos[position, i], cache.sin[position, i]
-            qkv[r, first + i] = a * cos - b * sin
-            qkv[r, first + half + i] = b * cos + a * sin
-
-
-@_compiled
-def _store(
-    keys: F32, values: F32, base: int, t: int, qkv: F32, r: int, k: int, v: int, head_dim: int, lanes: int
-) -> None:
-    """Put a key and a value, which start at ``qkv[r, k]`` and ``qkv[r, v]``, at place ``t`` of those that start at ``base``."""
-    key = (base + t // LANES * LANES) * head_dim + t % LANES
-    value = (base + t) * lanes
-    for i in range(head_dim):
-        keys[key + i * LANES] = qkv[r, k + i]
-        values[value + i] = qkv[r, v + i]
+        start = _at(qkv, r * qkv.shape[1] + first)
+        _rotate(start, _at(cache.cos, position * half), _at(cache.sin, position * half), half)
 
 
 @_part
@@ -374,13 +403,15 @@ def _attend(
     none, one = own - own, own - own + 1  # literals would each have the callee compiled once more
     for h in range(cache.kv_heads):
         q, out = queries + 4 * h * group * head_dim, outs + 4 * h * group * head_dim
-        k, v = (m.heads + h) * head_dim, (m.heads + cache.kv_heads + h) * head_dim
+        k, v = queries + 4 * (m.heads + h) * head_dim, queries + 4 * (m.heads + cache.kv_heads + h) * head_dim
         theirs = ((layer * prompts + prompt) * cache.kv_heads + h) * cache.prompt_room
         mine = ((layer * cache.slots + slot) * cache.kv_heads + h) * cache.own_room
+        place = mine + own - 1 if own > 0 else theirs + before - 1
+        panel, lane = place // LANES * LANES * head_dim, place % LANES  # rooms are multiples of LANES
         if own > 0:
-            _store(cache.own_keys, cache.own_values, mine, own - 1, s.qkv, r, k, v, head_dim, lanes)
+            _keep(k, v, _at(cache.own_keys, panel + lane), _at(cache.own_values, place * lanes), head_dim)
         else:
-            _store(cache.prompt_keys, cache.prompt_values, theirs, before - 1, s.qkv, r, k, v, head_dim, lanes)
+            _keep(k, v, _at(cache.prompt_keys, panel + lane), _at(cache.prompt_values, place * lanes), head_dim)
         for t in range(0, middle, LANES):
             keys = _at(cache.prompt_keys, (theirs + t) * head_dim)
             _few(group, q, head_dim, keys, LANES, head_dim, scores + 4 * t, wide, none)
@@ -388,10 +419,8 @@ def _attend(
             keys = _at(cache.own_keys, (mine + t - middle) * head_dim)
             _few(group, q, head_dim, keys, LANES, head_dim, scores + 4 * t, wide, none)
         for g in range(group):
-            s.scores[g, before:middle] = -np.inf
-            s.scores[g, middle + own : end] = -np.inf
-            _softmax(scores + 4 * g * wide, end)
-        for c in range(0, lanes, LANES):
+            _softmax(scores + 4 * g * wide, end, before, middle, middle + own)
+        for c in range(lanes - LANES, -1, -LANES):  # backwards: what spills over the end of a head is then replaced
             values = _at(cache.prompt_values, theirs * lanes + c)
             _few(group, scores, wide, values, lanes, before, out + 4 * c, head_dim, none)
             if own > 0:

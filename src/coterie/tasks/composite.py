@@ -7,6 +7,7 @@ abstains: a missing part cannot be told from a lost one.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -25,8 +26,9 @@ def verifier_name(value: Any, where: str) -> str:
     raise UserError(f"{where}: `verifier` must be a name or a mapping of names to positive weights")
 
 
-def parts(verifier: str) -> list[tuple[str, float]]:
-    """``[(name, weight), ...]`` of a verifier name. Raises UserError if it is not one."""
+@functools.lru_cache(maxsize=64)  # asked twice for every answer
+def parts(verifier: str) -> tuple[tuple[str, float], ...]:
+    """``((name, weight), ...)`` of a verifier name. Raises UserError if it is not one."""
     out = []
     for part in verifier.split("+"):
         weight, star, name = part.partition("*")
@@ -36,7 +38,7 @@ def parts(verifier: str) -> list[tuple[str, float]]:
             raise UserError(f"verifier {verifier!r}: {weight!r} is not a weight") from e
     if not all(_is_weight(w) for _, w in out):
         raise UserError(f"verifier {verifier!r}: weights must be finite and positive")
-    return out
+    return tuple(out)
 
 
 def check_verifier(verifier: str, where: str, custom: Collection[str] = ()) -> None:
