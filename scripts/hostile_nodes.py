@@ -50,6 +50,7 @@ class Hostile:
         attack: a key of ``ATTACKS``.
         length: tokens of an over-long answer.
         groups: messages per turn (a flood sends ``flood`` times as many).
+        honest: node ids whose messages are taken as material; empty: everybody's.
     """
 
     attack: str
@@ -60,6 +61,7 @@ class Hostile:
     length: int = 44
     groups: int = 4
     flood: int = 50
+    honest: frozenset[str] = frozenset()
     seq: int = 0
     sent: int = 0
     seen: list[tuple[bytes, WireGroup]] = field(default_factory=list)  # honest frames and what is in them
@@ -69,7 +71,9 @@ class Hostile:
 
     def turn(self, step: int) -> None:
         """Listen, then publish one step's worth of the attack."""
-        for _, frame in self.exchange.collect(Request(64, 1 << 20)):
+        for sender, frame in self.exchange.collect(Request(64, 1 << 20)):
+            if self.honest and sender not in self.honest:
+                continue
             try:
                 self.seen.append((frame, read(frame, SWARM, Limits()).body))
             except WireError:

@@ -46,10 +46,13 @@ from coterie.tasks.taskset import build_tasks
 HONEST, TASKS = 3, ("gcd", "count_bits", "spell_backward")
 STEPS, LR, PROBLEMS = 24, 5e-4, 40
 NO_DEFENCE = {"longer": 0.0, "less_likely": 0.0}
-# arm -> (attack of the fourth node or None, defences on). "absent": there is no fourth node; "clean": it is honest too.
+# arm -> (attack of the fourth node or None, defences on). "absent": there is no fourth node; "clean": it is honest too;
+# "all": a hostile node for each of ALL, five beside the three honest ones.
+ALL = ("wrong_answers", "code", "refusable", "replay", "flood")
 ARMS: dict[str, tuple[str | None, bool]] = {
     "absent": (None, True),
     "clean": (None, True),
+    "all": ("all", True),
     "wrong_answers": ("wrong_answers", True),
     "code": ("code", True),
     "refusable": ("refusable", True),
@@ -104,15 +107,18 @@ def run_arm(arm: str, seed: int, steps: int, problems: int, known: dict[str, flo
         cfg = config(folder, arm, seed, steps, problems)
         nodes = HONEST + arm.startswith("clean")
         runs = [stack.enter_context(Run(node_config(cfg, i), quiet=True, hub=hub)) for i in range(nodes)]
-        evil: Hostile | None = None
-        if attack is not None:
-            encoder, me = runs[0].trainer.policy.encoder, person(seed + 1)
-            evil = Hostile(attack, hub.join(seed, me.node_id), me, build_tasks(cfg.tasks), encoder)
+        kinds = ALL if attack == "all" else tuple(a for a in [attack] if a is not None)
+        encoder, tasks = runs[0].trainer.policy.encoder, build_tasks(cfg.tasks)
+        honest = frozenset(_node(r).author for r in runs)
+        evil: list[Hostile] = []
+        for i, kind in enumerate(kinds):
+            me = person(100 * seed + i + 1)
+            evil.append(Hostile(kind, hub.join(seed, me.node_id), me, tasks, encoder, honest=honest))
         for step in range(1, steps + 1):
             for run in runs:
                 run.advance()
-            if evil is not None:
-                evil.turn(step - 1)
+            for one in evil:
+                one.turn(step - 1)
             if step > steps // 2 and step % max(1, steps // 8) == 0:
                 for run, scores, digests in zip(runs, accuracy, weights, strict=False):
                     digests.append(_digest(run.trainer.policy.weights()))
@@ -124,7 +130,7 @@ def run_arm(arm: str, seed: int, steps: int, problems: int, known: dict[str, flo
         return _record(arm, seed, steps, runs[:HONEST], evil) | found | cost
 
 
-def _record(arm: str, seed: int, steps: int, runs: list[Run], evil: Hostile | None) -> dict[str, Any]:
+def _record(arm: str, seed: int, steps: int, runs: list[Run], evil: list[Hostile]) -> dict[str, Any]:
     texts, lengths = [], []
     for run in runs:
         for _ in range(2):  # two more steps' answers, from problems nobody has trained on yet
@@ -142,14 +148,15 @@ def _record(arm: str, seed: int, steps: int, runs: list[Run], evil: Hostile | No
         "refused": _sum(r.trainer.node.metrics() for r in runs),
         "code_ran": Path(MARKER).exists(),
     }
-    if evil is not None:
-        me = evil.identity.node_id
+    if evil:
+        them = {e.identity.node_id for e in evil}
+        lines = [t for r in runs for t in _node(r).troubles() if any(e.identity.name in t for e in evil)]
         record |= {
-            "hostile_sent": evil.sent,
-            "hostile_used": [_used(r, me) for r in runs],
-            "named": [evil.identity.name in _node(r).summary() for r in runs],
-            "honest_named": sum(p["node"] != me and bool(p["named"]) for r in runs for p in _node(r).peers()),
-            "trouble": sorted({t for r in runs for t in _node(r).troubles() if evil.identity.name in t}),
+            "hostile_sent": sum(e.sent for e in evil),
+            "hostile_used": [sum(_used(r, n) for n in them) for r in runs],
+            "named": [all(any(e.identity.name in t for t in _node(r).troubles()) for e in evil) for r in runs],
+            "honest_named": sum(p["node"] not in them and bool(p["named"]) for r in runs for p in _node(r).peers()),
+            "trouble": sorted(set(lines)),
         }
     return record
 
@@ -191,7 +198,7 @@ def table(records: list[dict[str, Any]]) -> str:
     fourth is absent."""
     of = {a: {r["seed"]: r for r in records if r["arm"] == a} for a in ARMS}
     titles = (
-        "fourth node", "held-out", "against absent (points)", "against clean (points)", "same weights as absent",
+        "hostile", "held-out", "against absent (points)", "against clean (points)", "same weights as absent",
         "its groups used", "of all peers'", "nodes that named it", "its text in answers", "length", "seeds",
     )  # fmt: skip
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -257,5 +264,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert ATTACKS.keys() >= {a for a, _ in ARMS.values() if a}
+    assert ATTACKS.keys() >= {a for a, _ in ARMS.values() if a} - {"all"}
     main()
