@@ -128,6 +128,8 @@ def run_experiment(path: Path, out: Path, jobs: int, only: Sequence[str] = ()) -
         raise UserError(f"experiment {path}: no arm {unknown[0]!r}; there are {', '.join(spec.arms)}")
     out.mkdir(parents=True, exist_ok=True)
     if spec.kind == "parallel":
+        if only:
+            raise UserError(f"experiment {path}: --arms is for experiments of single runs; here the arms are compared")
         from coterie.parallel.study import run_study
         from coterie.parallel.study_table import tables
 

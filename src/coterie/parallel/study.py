@@ -32,8 +32,15 @@ if TYPE_CHECKING:
     from coterie.experiment import Experiment
 
 MATCHED = "matched"  # name under which the comparison of the two arms is recorded
-ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))  # Williams design: balanced for place and predecessor
 PARTS = ("experts", "stages", "mixed", "models")
+
+
+def orders(n: int) -> list[list[int]]:
+    """A Latin square of ``n`` orders: each of ``n`` comes once at every place and, for even n, once after every other
+    (Williams 1949). For odd n only the places are balanced."""
+    first = [k // 2 if k % 2 == 0 else n - 1 - k // 2 for k in range(n)] if n % 2 == 0 else list(range(n))
+    first = [-i % n for i in first]
+    return [[(i + k) % n for i in first] for k in range(n)]
 
 
 class Shop:
@@ -86,7 +93,7 @@ def stage_runs(cfg: Config) -> dict[str, list[Config]]:
     experts = [j.runs[0] for j in expert_jobs(cfg)]
     root = Path(cfg.run_dir) / "multi_stage"
     out = {}
-    for k, order in enumerate(ORDERS):
+    for k, order in enumerate(orders(len(experts))):
         runs = [experts[order[0]]]
         for place, i in enumerate(order[1:], 2):
             start = cfg.model.model_copy(update={"name": str(model_of(runs[-1]))})

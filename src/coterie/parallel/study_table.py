@@ -58,12 +58,13 @@ class Records:
         return float(np.mean([self.change(seed, arm, prefix + n, ts) for n, ts in rest.items()]))
 
     def gain_kept(self, seed: int, arm: str, model: str, prefix: str = "expert/") -> float:
-        """Gain retention, pooled: sums over experts before the division."""
-        return self.change(seed, arm, model, self.tasks) / self.target(seed, arm, prefix)
+        """Gain retention, pooled: sums over experts before the division. NaN (the seed is left out) if they gained nothing."""
+        gain = self.target(seed, arm, prefix)
+        return self.change(seed, arm, model, self.tasks) / gain if gain > 0 else math.nan
 
     def score_kept(self, seed: int, arm: str, model: str, prefix: str = "expert/") -> float:
-        experts = np.mean([self.mean(seed, arm, prefix + n, ts) for n, ts in self.domains.items()])
-        return self.mean(seed, arm, model, self.tasks) / float(experts)
+        experts = float(np.mean([self.mean(seed, arm, prefix + n, ts) for n, ts in self.domains.items()]))
+        return self.mean(seed, arm, model, self.tasks) / experts if experts > 0 else math.nan
 
     def shrunk(self, seed: int, arm: str, lam: str) -> float:
         """Base + lam * one delta on its own tasks: mean score over experts."""
