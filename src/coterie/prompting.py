@@ -32,7 +32,7 @@ class PromptEncoder:
         self.tokenizer_hash: str = _hash(tokenizer, self.eos_ids)
         special = set(tokenizer.all_special_ids)
         self._dropped = self.eos_ids | ({self.pad_id} & special)
-        # The library's own decoder where there is one: transformers checks every id on the way (a third of the time).
+        # The library's own decoder where there is one: transformers checks every id on the way, which takes longer.
         plain = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         self._decode = tokenizer.backend_tokenizer.decode if hasattr(tokenizer, "backend_tokenizer") else plain
 

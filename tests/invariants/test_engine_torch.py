@@ -125,9 +125,11 @@ def test_fast_decoders_give_the_logits_of_the_reference(kind: str, in_kernels: b
         assert len(fast.prompt_length) == 1
 
 
+@pytest.mark.parametrize("in_kernels", [True, False])
 @pytest.mark.parametrize("n", [[7, 1], [4, 4], [1, 7], [8, 0], [15, 1]])
-def test_unequal_numbers_of_rows_per_prompt(n: list[int]) -> None:
+def test_unequal_numbers_of_rows_per_prompt(n: list[int], in_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in slot order, yet fewer rows than slots: what is left of two prompts after most rows ended."""
+    monkeypatch.setattr("coterie.engines.torch.packable", lambda weights: in_kernels)
     policy = tiny_policy("llama")
     fast = generate(policy, PROMPTS[:2], n=n, seeds=SEEDS[:2])
     assert same(fast, generate(policy, PROMPTS[:2], n=n, seeds=SEEDS[:2], reference=True))

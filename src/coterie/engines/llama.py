@@ -1,13 +1,10 @@
-"""The fast decoder for the Llama family: prompts computed and stored once, few and fused operations a step.
+"""The fast decoder for the Llama family on a GPU, or with products in a smaller type: few and fused operations a step.
 
-A row attends to its prompt, stored once for all samples of it, and to its own tokens: two products of queries and keys, one
-softmax over both, two products with the values. The rows of a prompt are multiplied with it together, so its keys and
-values are read once a step and never copied (the sharing of Hydragen, Juravsky et al., arXiv 2402.05099).
-
-A row's numbers do not depend on the rows and prompts computed with it. With float32 on a CPU this holds to the last bit
-(measured on AVX-512 with PyTorch 2.13), and the constants below see to it: matrix kernels order their sums alike from
-four rows up; a softmax over whole vectors adds zeros at the end; a sum over more than a few hundred keys is cut into blocks
-by length, unless it is cut at fixed places first.
+Float32 on a CPU has a decoder of its own, :mod:`coterie.engines.compiled`. Prompts are computed and stored once. A row attends
+to its prompt, stored once for all samples of it, and to its own tokens: two products of queries and keys, one softmax over
+both, two products with the values. The rows of a prompt are multiplied with it together, so its keys and values are read once
+a step and never copied (the sharing of Hydragen, Juravsky et al., arXiv 2402.05099). What the rows of a batch sum differs from
+what they sum alone by rounding.
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ from coterie.engines.weights import Layer, Linear, Weights
 _ROWS = 8  # rows are computed in multiples of this: a new row count costs kernel set-up
 _PREFILL_TOKENS = 4096  # tokens of prompts computed at once
 _LANES = 16  # prompts are stored in multiples of this
-_BLOCK = 192  # keys summed over at once
-_LEAST = 4  # fewest rows in a product of queries and keys
 
 
 class LlamaDecoder:
@@ -105,7 +100,7 @@ class LlamaDecoder:
         for p in self.owner:
             place.append(held[p])
             held[p] += 1
-        self.slots = max(*held, -(-_LEAST * self.w.kv_heads // self.w.heads))
+        self.slots = max(held)
         slot = [p * self.slots + j for p, j in zip(self.owner, place, strict=True)]
         rows = _ceil(self.rows, _ROWS)
         row_of_slot = [0] * (count * self.slots)
@@ -145,7 +140,7 @@ class LlamaDecoder:
         p = scores.softmax(-1, dtype=torch.float32).to(w.dtype)  # [R, Hkv, g, t+1 + Tp]
         out = torch.bmm(p[..., : t + 1].flatten(0, 1), own_values[:, : t + 1])  # [R Hkv, g, D]
         p_slots = self._to_slots(p[..., t + 1 :]).view(-1, n, w.kv_heads, group, longest).transpose(1, 2)
-        prompt_out = _in_blocks(p_slots.reshape(-1, n * group, longest), prompt_values)  # [P Hkv, n g, D]
+        prompt_out = torch.bmm(p_slots.reshape(-1, n * group, longest), prompt_values)  # [P Hkv, n g, D]
         prompt_out = prompt_out.view(*by_prompt, w.head_dim).transpose(1, 2)  # [P, n, Hkv, g, D]
         prompt_out = self._to_rows(prompt_out.reshape(*by_row, w.head_dim))  # [R, Hkv, g, D]
         return out.view_as(prompt_out).add_(prompt_out).view(rows, -1)  # [R, H D]
@@ -221,14 +216,6 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
     halves = x.float().view(*x.shape[:-1], 2, -1).transpose(-1, -2)  # [N, heads, D/2, 2]
     turned = torch.view_as_complex(halves.contiguous()) * angles  # [N, heads, D/2]
     return torch.view_as_real(turned).transpose(-1, -2).flatten(-2).to(x.dtype)  # [N, heads, D]
-
-
-def _in_blocks(p: Tensor, values: Tensor) -> Tensor:
-    """p [B, n, T] @ values [B, T, D], summed in blocks of fixed length."""
-    out = torch.bmm(p[..., :_BLOCK], values[:, :_BLOCK])  # [B, n, D]
-    for at in range(_BLOCK, p.shape[-1], _BLOCK):
-        out += torch.bmm(p[..., at : at + _BLOCK], values[:, at : at + _BLOCK])
-    return out
 
 
 def _ceil(count: int, step: int) -> int:

@@ -1,6 +1,6 @@
 """Decoding with any Hugging Face causal LM through its own forward pass and cache: simple, general, the reference.
 
-The fast decoder in :mod:`coterie.engines.llama` is tested against this one.
+The fast decoders in :mod:`coterie.engines.compiled` and :mod:`coterie.engines.llama` are tested against this one.
 """
 
 from __future__ import annotations
