@@ -16,6 +16,7 @@ from coterie.batching import Batch
 from coterie.config import ModelConfig, OptimConfig
 from coterie.errors import CoterieError
 from coterie.forward import Forward, TokenStats
+from coterie.memory import hand_back
 from coterie.models_io import add_lora, load_model, load_tokenizer, pick_device
 from coterie.prompting import PromptEncoder
 
@@ -138,6 +139,8 @@ class Policy:
             self._bad = self._bad or f"non-finite loss ({loss.item()})"
         elif loss.requires_grad and self._bad is None:
             loss.backward()  # type: ignore[no-untyped-call]
+            if self.device.type == "cpu":
+                hand_back(self.model)
 
     def step(self, lr: float) -> StepResult:
         """One AdamW step with gradients clipped to ``optim.grad_clip``, then gradients are dropped.

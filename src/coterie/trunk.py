@@ -2,11 +2,14 @@
 
 Linear layers see each token once. Attention sees two rectangles: prompts (causal), and responses, whose keys are their
 prompt's keys followed by their own. Query heads that share a key head are folded into the query axis, so keys are never
-repeated. Projections go through :func:`coterie.cpu_linear.linear`, adapters included.
+repeated. Projections go through :func:`coterie.cpu_linear.linear`, adapters included. Their inputs are not kept for the
+backward pass but computed again from what is (:mod:`coterie.recompute`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +19,11 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from coterie.cpu_linear import linear
 from coterie.packing import Grid, Packed
+from coterie.recompute import not_kept
+
+_Attended = tuple[
+    Tensor, torch.Size, Grid
+]  # output [S, Hk, g L, d] of a grid's attention, shape [S, L, Hq, d] of its queries
 
 FAMILY = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 
@@ -27,21 +35,32 @@ def packed_hidden(model: Any, packed: Packed, checkpoint: bool = False) -> Tenso
     rope = (cos[0, :, None], sin[0, :, None])  # [N, 1, d]
     masks = _masks(model.config, packed)
     for layer in model.layers:
+        run = getattr(layer, "packed", None) or partial(layer_forward, layer)  # sharded layers bring their own
         if checkpoint and torch.is_grad_enabled():
-            x = recompute(_layer, layer, x, rope, packed, masks, use_reentrant=False)
+            x = recompute(run, x, rope, packed, masks, use_reentrant=False)
         else:
-            x = _layer(layer, x, rope, packed, masks)
+            x = run(x, rope, packed, masks)
     return _norm(model.norm, x)
 
 
-def _layer(layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: tuple[Tensor, Tensor]) -> Tensor:
+def layer_forward(
+    layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: tuple[Tensor, Tensor]
+) -> Tensor:
+    """[N, D] one layer's output for every packed token."""
     attn, mlp = layer.self_attn, layer.mlp
     h = _norm(layer.input_layernorm, x)  # [N, D]
-    q, k, v = (linear(p, h) for p in (attn.q_proj, attn.k_proj, attn.v_proj))  # [N, Hq d], [N, Hk d], [N, Hk d]
-    x = x + linear(attn.o_proj, _attention(attn, q, k, v, rope, packed, masks))
-    h = _norm(layer.post_attention_layernorm, x)
-    inner = _SwiGLU.apply(linear(mlp.gate_proj, h), linear(mlp.up_proj, h))  # type: ignore[no-untyped-call]
-    return x + linear(mlp.down_proj, inner)
+    with not_kept(h, partial(_norm, layer.input_layernorm, x.detach())):
+        q, k, v = (linear(p, h) for p in (attn.q_proj, attn.k_proj, attn.v_proj))  # [N, Hq d], [N, Hk d], [N, Hk d]
+    grids = _attention(attn, q, k, v, rope, packed, masks)
+    h = _gathered(grids)  # [N, Hq d]
+    with not_kept(h, partial(_gathered, [(folded.detach(), shape, grid) for folded, shape, grid in grids])):
+        x = x + linear(attn.o_proj, h)
+    h = _norm(layer.post_attention_layernorm, x)  # [N, D]
+    with not_kept(h, partial(_norm, layer.post_attention_layernorm, x.detach())):
+        gate, up = linear(mlp.gate_proj, h), linear(mlp.up_proj, h)  # [N, F] twice
+    inner = _swiglu(gate, up)  # [N, F]
+    with not_kept(inner, partial(_swiglu, gate.detach(), up.detach())):
+        return x + linear(mlp.down_proj, inner)
 
 
 def _attention(
@@ -52,7 +71,7 @@ def _attention(
     rope: tuple[Tensor, Tensor],
     packed: Packed,
     masks: tuple[Tensor, Tensor],
-) -> Tensor:
+) -> list[_Attended]:
     d = attn.head_dim
     N = len(q)
     q, k, v = q.view(N, -1, d), k.view(N, -1, d), v.view(N, -1, d)  # [N, H, d]
@@ -73,19 +92,26 @@ def _attention(
         (packed.responses, (rq, keys, values), masks[1]),
     ):
         if len(grid.cells):
-            parts.append(_Uncells.apply(_fold(*triple, mask, attn.scaling).flatten(0, 1), grid))  # type: ignore[no-untyped-call]
-    return torch.cat(parts)  # [N, Hq d]
+            parts.append((_folded(*triple, mask, attn.scaling), triple[0].shape, grid))
+    return parts
 
 
-def _fold(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Grouped-query attention: q [S, L, Hq, d], k and v [S, K, Hk, d], mask [S or 1, 1, g L, K] -> [S, L, Hq d]."""
+def _folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Grouped-query attention: q [S, L, Hq, d], k and v [S, K, Hk, d], mask [S or 1, 1, g L, K] -> [S, Hk, g L, d]."""
     S, L, Hq, d = q.shape
     Hk = k.shape[2]
     g = Hq // Hk
     folded = q.reshape(S, L, Hk, g, d).permute(0, 2, 3, 1, 4).reshape(S, Hk, g * L, d)
-    out = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
-    back: Tensor = out.view(S, Hk, g, L, d).permute(0, 3, 1, 2, 4).reshape(S, L, Hq * d)
-    return back
+    return F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+
+
+def _gathered(grids: Sequence[_Attended]) -> Tensor:
+    """[N, Hq d] what every packed token attended to, from :func:`_folded`'s output for each grid."""
+    rows = []
+    for folded, (S, L, Hq, d), grid in grids:
+        cells = folded.view(S, folded.shape[1], -1, L, d).permute(0, 3, 1, 2, 4).reshape(S * L, Hq * d)  # [S L, Hq d]
+        rows.append(_Uncells.apply(cells, grid))  # type: ignore[no-untyped-call]
+    return torch.cat(rows)
 
 
 def _masks(config: Any, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -102,6 +128,11 @@ def _masks(config: Any, packed: Packed) -> tuple[Tensor, Tensor]:
         return mask.repeat(1, groups, 1)[:, None]
 
     return additive(causal[None, :Lp, :Lp]), additive(rows)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,9 +19,9 @@ from coterie.engines.scripted import Encoder
 from coterie.engines.stopping import Stopping
 from coterie.engines.weights import Weights, lay_out, version, why_not
 from coterie.errors import CoterieError, UserError
+from coterie.memory import hand_back
 from coterie.types import Sample, Sampling, StopReason
 
-_LARGE = 50_000_000  # parameters from which freed memory is worth handing back to the system
 _LEAVE = 8  # finished rows leave when that makes one such step fewer: decoders compute rows in steps of this size
 
 
@@ -112,8 +111,7 @@ class TorchEngine:
         if self._laid_out is None:
             return
         self._laid_out = None
-        if sum(p.numel() for p in self.policy.model.parameters()) >= _LARGE:
-            _trim()
+        hand_back(self.policy.model)
 
     def _decode(
         self, decoder: Decoder, rows: list[_Row], sampler: Sampler, stopping: Stopping
@@ -145,13 +143,6 @@ class TorchEngine:
                 "parameters that make shorter prompts. rollout.max_prompt_tokens drops longer prompts in training only: "
                 "held-out problems are never dropped"
             )
-
-
-def _trim() -> None:
-    """Hand freed memory back. The C library keeps it, in holes that what comes next does not all fit into: half a
-    gigabyte of peak memory with 135M parameters. Nothing where the library has no such call."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 class _Wave:

@@ -1,0 +1,76 @@
+"""Inputs of projections are computed again in the backward pass: less memory, the same gradients to the last bit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from coterie import trunk
+from coterie.config import ModelConfig
+from coterie.forward import _probe_batch
+from coterie.policy import Policy
+from coterie.recompute import not_kept
+
+
+def _gradients(rank: int) -> dict[str, torch.Tensor]:
+    policy = Policy.load(ModelConfig(name="tiny", lora_rank=rank))
+    batch = _probe_batch(60, torch.device("cpu"))
+    policy.backward(policy.logprobs(batch).logprobs.square().sum())
+    return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_gradients_are_the_same_bits_with_everything_kept(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    less = _gradients(rank)
+
+    @contextmanager
+    def kept(*_: object):  # type: ignore[no-untyped-def]
+        yield
+
+    monkeypatch.setattr(trunk, "not_kept", kept)
+    for name, grad in _gradients(rank).items():
+        assert torch.equal(less[name], grad), name
+
+
+def test_a_value_is_made_again_once_for_all_its_uses_and_each_backward_pass() -> None:
+    a, b = nn.Linear(5, 4), nn.Linear(5, 3)
+    x = torch.randn(6, 5, requires_grad=True)
+    calls = []
+
+    def make() -> torch.Tensor:
+        calls.append(1)
+        return x.detach().exp()
+
+    h = x.exp()
+    with not_kept(h, make):
+        loss = a(h).sum() + b(h).sum()
+    assert not calls
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    assert len(calls) == 2
+    want = torch.autograd.grad(a(x.exp()).sum() + b(x.exp()).sum(), x)[0]
+    torch.testing.assert_close(x.grad, 2 * want)
+
+
+def test_the_value_is_gone_after_the_forward_pass_and_nothing_lives_on_after_the_backward_pass() -> None:
+    a = nn.Linear(5, 4)
+    x = torch.randn(6, 5, requires_grad=True)
+    h = x * 2
+    with not_kept(h, lambda: x.detach() * 2):
+        out = torch.sigmoid(a(h))  # keeps its own output
+    loss = out.sum()
+    seen, kept = weakref.ref(h), weakref.ref(out)
+    gc.disable()
+    try:
+        del h
+        assert seen() is None
+        loss.backward()
+        del out, loss
+        assert kept() is None
+    finally:
+        gc.enable()
