@@ -197,6 +197,8 @@ class EvalConfig(Section):
     """Sampled answers per held-out problem, at the training temperature."""
     ks: tuple[int, ...] = ()
     """Also report pass@k for these k (each at most `samples`)."""
+    modes: tuple[Literal["tagged", "helped"], ...] = ()
+    """Also evaluate in these modes of a policy that has helpers (docs/helpers.md), on the same problems."""
 
 
 class ScoringConfig(Section):
@@ -461,6 +463,8 @@ class Config(Section):
                 raise ValueError(f"parallel.experts.{name}: no section [tasks.{unknown[0]}]")
         if any(not 1 <= k <= self.eval.samples for k in self.eval.ks):
             raise ValueError(f"eval.ks: pass@k needs k from 1 to eval.samples = {self.eval.samples}")
+        if self.eval.modes and not self.helpers.roles:
+            raise ValueError("eval.modes: there are no helpers; add a [helpers.roles.*] section")
         if self.parallel.log_updates and self.model.lora_rank:
             raise ValueError(
                 "parallel.log_updates: updates of LoRA factors do not add up to the delta; train all weights"

@@ -145,7 +145,7 @@ class Run:
     def begin(self) -> None:
         """The evaluation before training (line 0 of the metrics), unless the run was resumed."""
         if self.trainer.step == 0:
-            self._log(self.trainer.evaluate().metrics(self.cfg.eval.ks))
+            self._log(self.trainer.held_out())
 
     def advance(self) -> None:
         """One training step: log it, evaluate and save when due."""
@@ -194,7 +194,7 @@ def _held_out(trainer: Trainer, groups: list[Group]) -> dict[str, float]:
     cfg = trainer.cfg
     if not trainer.finished and not (cfg.eval.every and trainer.step % cfg.eval.every == 0):
         return {}
-    return {**trainer.evaluate().metrics(cfg.eval.ks), "policy/kl_to_start": trainer.kl_to_start(groups)}
+    return {**trainer.held_out(), "policy/kl_to_start": trainer.kl_to_start(groups)}
 
 
 def save(trainer: Trainer, run: RunDir) -> None:

@@ -27,6 +27,7 @@ from coterie.evaluation import Evaluation, evaluate
 from coterie.forward import TokenStats
 from coterie.helpers.metrics import helper_metrics
 from coterie.helpers.mixing import CollapseGuard, too_many_failed
+from coterie.helpers.modes import Mode
 from coterie.helpers.roles import HelperSet
 from coterie.loss_metrics import loss_metrics
 from coterie.losses import kl_estimate, policy_loss, share_scale, zero_advantages_are_silent
@@ -216,7 +217,18 @@ class Trainer:
         warmup = self.cfg.optim.warmup_steps
         return self.cfg.optim.lr * min(1.0, (self.step + 1) / warmup if warmup else 1.0)
 
-    def evaluate(self) -> Evaluation:
+    def held_out(self) -> dict[str, float]:
+        """Metrics of the plain mode, and the accuracy of each further mode of ``eval.modes``."""
+        plain = self.evaluate()
+        out = plain.metrics(self.cfg.eval.ks)
+        for mode in self.cfg.eval.modes:
+            accuracy = self.evaluate(mode).accuracy()
+            if math.isfinite(accuracy):
+                out[f"eval_{mode}/accuracy"] = accuracy
+                out[f"eval_{mode}/gap"] = accuracy - plain.accuracy()
+        return out
+
+    def evaluate(self, mode: Mode = "plain") -> Evaluation:
         """Held-out accuracy at the training temperature; the same problems and draws at every call."""
         cfg = self.cfg
         problems = self.tasks.eval_problems(cfg.eval.problems)
@@ -237,6 +249,8 @@ class Trainer:
         batch = collate(groups, advantages, me=self.node.author)
         total, count = 0.0, 0
         for part in micro_batches(batch, self.cfg.optim.token_budget):
+            mode=mode,
+            helpers=self.helpers,
             now, start = self.policy.logprobs(part).logprobs, self.policy.reference_logprobs(part)  # [B, T]
             mask = part.loss_mask.to(now.device)  # [B, T]
             total += float((kl_estimate(now, start, "k3") * mask).sum())

@@ -28,10 +28,17 @@ def test_cl07_every_logged_key_is_documented(tmp_path: Path) -> None:
         "--swarm.peer_groups 2 --tasks.count_bits.params={min_n=1,max_n=1023} "
         "--tasks.gcd.params={min_numbers=2,max_numbers=2,min_value=2,max_value=99} --helpers.form short "
         "--helpers.roles.reasoning.backend scripted --helpers.roles.reasoning.table={'*'='9'} --helpers.feedback_tokens 4 "
-        "--helpers.query_tokens 8"
+        "--helpers.query_tokens 8 --eval.modes ['tagged','helped'] --eval.ks [2]"
     )
     simulate(load_config(None, flags.split()), 2)
     patterns = documented()
     logged = {k for p in tmp_path.rglob("metrics.jsonl") for r in read_jsonl(p) for k in r if k != "step"}
-    assert {"own/reward", "own/reward/gcd", "eval/gcd/low", "swarm/state", "policy/kl_to_start"} <= logged
+    assert {
+        "own/reward",
+        "own/reward/gcd",
+        "eval/gcd/low",
+        "swarm/state",
+        "policy/kl_to_start",
+        "eval_helped/gap",
+    } <= logged
     assert sorted(k for k in logged if not any(p.fullmatch(k) for p in patterns)) == []

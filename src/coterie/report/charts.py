@@ -47,6 +47,14 @@ CHARTS = (
           "Reward of the peers' groups used in the update, by this node's own verifier (a filtered selection).", True),
     Chart("Groups in the update", "groups", {"update/own_groups": "own", "update/peer_groups": "peers"},
           "How many own and peer groups each update trained on."),
+    Chart("Reward with and without help", "mean reward",
+          {"helpers/reward/solo": "solo", "helpers/reward/helped": "helped"},
+          "Own answers under the plain prompt, and under the one that speaks of helpers.", True),
+    Chart("Questions to helpers", "per helped answer", {"helpers/consults": "questions"},
+          "0 means that the policy has stopped asking."),
+    Chart("Held-out with helpers", "share right",
+          {"eval_tagged/accuracy": "tagged (E1)", "eval_helped/accuracy": "helped (E2)", "eval_helped/gap": "helped - plain"},
+          "The gap is what helpers still add to the plain mode (E0).", True),
 )  # fmt: skip
 
 
