@@ -104,6 +104,7 @@ def test_a_killed_expert_resumes_alone_and_everything_is_reported(tmp_path: Path
     assert result["domains"]["bits"]["kept"].keys() == {"merged", "shrink/bits", "adapted"}
     whole, steps = result["weights"]["pairs"][0]["cosine"], result["cross_time"]["pairs"][0]["cosine"]
     assert abs(whole - steps) < 4 / 1024**0.5  # the logged updates add up to the deltas, to the sketch's accuracy
+    assert all(0 <= m["leak"] <= 1 and m["length"] > 0 for m in result["models"].values())
     assert result["untrained"]["tasks"] == ["spell_backward"] and "merged" in result["untrained"]["scores"]
     assert {v["outcome"] for v in result["verdicts"]} <= {"merge", "search", "do not merge", "not enough data"}
     receipt = json.loads((run / "merged" / "sum_0.6" / "merge_receipt.json").read_text())

@@ -10,6 +10,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from coterie.types import Problem
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from coterie.tasks.scoring import Score, Scorer
 
 _ORDER = 3
 _SMOOTHING = 0.1
@@ -31,7 +39,7 @@ def _trigrams(text: str) -> Counter[str]:
 
 
 class Forms:
-    """Learned from right answers per task."""
+    """Learned from example answers per task."""
 
     def __init__(self, examples: Mapping[str, Sequence[str]]) -> None:
         counts = {task: sum((_trigrams(t) for t in texts), Counter[str]()) for task, texts in examples.items()}
@@ -53,7 +61,24 @@ class Forms:
         )
 
 
+class Listener:
+    """A scorer that keeps the texts it was given."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self.texts: dict[str, list[str]] = {}  # problem id -> answers
+
+    def submit(self, problem: Problem, text: str) -> Future[Score]:
+        self.texts.setdefault(problem.id, []).append(text)
+        return self._scorer.submit(problem, text)
+
+    def of(self, problems: Sequence[Problem]) -> list[str]:
+        """All answers to some problems."""
+        return [a for p in problems for a in self.texts.get(p.id, [])]
+
+
 def leaked(forms: Forms, domains: Mapping[str, Sequence[str]], task: str, texts: Sequence[str]) -> float:
-    """Share of ``texts``, answers to ``task``, that have the form of a task of another domain."""
-    own = {t for tasks in domains.values() if task in tasks for t in tasks}
+    """Share of ``texts``, answers to ``task``, that have the form of a task of another domain (a task that belongs to none is
+    its own)."""
+    own = {task} | {t for tasks in domains.values() if task in tasks for t in tasks}
     return sum(forms.task_of(t) not in own for t in texts) / len(texts) if texts else 0.0

@@ -64,6 +64,7 @@ def summary(
                 "score": score(of[m], list(cfg.tasks)),
                 "length": _mean([t["mean_length"] for t in e["tasks"].values()]),
                 "truncated": _mean([t["truncated"] for t in e["tasks"].values()]),
+                "leak": _mean([t["leak"] for t in e["tasks"].values()]) if _forms_known(e) else None,
                 "tasks": {n: t["pass"].get("1") for n, t in e["tasks"].items()},
             }
             for m, e in evaluations.items()
@@ -104,6 +105,10 @@ def _verdicts(cfg: Config, of: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _pair(found: Mapping[str, Any]) -> tuple[float, float]:
     low, high = found["interval"]
     return low, high
+
+
+def _forms_known(evaluation: Mapping[str, Any]) -> bool:
+    return all("leak" in t for t in evaluation["tasks"].values())
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from coterie.config import Config
 from coterie.errors import CoterieError
+from coterie.parallel.forms import Forms, Listener, leaked
 from coterie.parallel.plan import Job, tag
 from coterie.rundir import write_atomic
 
@@ -149,17 +150,33 @@ def _evaluate(
 
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     problems = build_tasks(cfg.tasks).eval_problems(cfg.eval.problems)
+    examples = Path(cfg.run_dir) / "eval" / "base_answers.json"
     out = {}
     with Scorer(cfg.scoring) as scorer:
         for name, (path, file) in missing.items():
             policy = Policy.load(cfg.model.model_copy(update={"name": str(path), "lora_rank": 0}))
             engine = TorchEngine(policy, token_budget=cfg.rollout.token_budget)
             sampling = training_sampling(cfg.rollout)
-            done = evaluate(engine, policy.encoder, problems, cfg.eval.samples, sampling, scorer, seed=0)
+            heard = Listener(scorer)
+            done = evaluate(engine, policy.encoder, problems, cfg.eval.samples, sampling, cast(Any, heard), seed=0)
             out[name] = {"model": str(path), "asked": asked, **done.to_json([1])}
+            answers = {t: heard.of(ps) for t, ps in problems.items()}
+            if name == "base":
+                write_atomic(examples, json.dumps(answers) + "\n")
+            for t, share in _leakage(cfg, examples, answers).items():
+                out[name]["tasks"][t]["leak"] = share
             write_atomic(file, json.dumps(out[name], indent=1) + "\n")
             note(f"evaluated {name}: {done.accuracy():.3f}")
     return out
+
+
+def _leakage(cfg: Config, examples: Path, answers: Mapping[str, list[str]]) -> dict[str, float]:
+    """Per task the share of answers in the form of another domain's task, forms being those of the base's answers. Empty in
+    a folder whose base was evaluated before forms were kept."""
+    if not examples.is_file():
+        return {}
+    forms = Forms(json.loads(examples.read_text(encoding="utf-8")))
+    return {t: leaked(forms, cfg.parallel.experts, t, texts) for t, texts in answers.items()}
 
 
 def _stem(cfg: Config, name: str, path: Path) -> str:

@@ -7,38 +7,21 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from coterie.config import Config
 from coterie.importing import load_function
 from coterie.models import folder_of
-from coterie.parallel.forms import Forms, leaked
+from coterie.parallel.forms import Forms, Listener, leaked
 from coterie.parallel.plan import all_tasks, expert_jobs, model_of
 from coterie.parallel.study import Shop, mixed_runs, stage_runs
 from coterie.rng import derive
 from coterie.types import Problem
 
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from coterie.tasks.scoring import Score, Scorer
-
 Row = dict[str, Any]
 SCALES = (0.25, 0.5, 0.75, 1.0)  # of a delta, between which the scale of equal gain is interpolated
 FORM_EXAMPLES = 200
 CALIBRATION = 32  # training problems per task on which equal gain is found: nothing held out is touched
-
-
-class Listener:
-    """A scorer that keeps the texts it was given."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-        self.texts: dict[str, list[str]] = {}  # problem id -> answers
-
-    def submit(self, problem: Problem, text: str) -> Future[Score]:
-        self.texts.setdefault(problem.id, []).append(text)
-        return self._scorer.submit(problem, text)
 
 
 class Judge:
@@ -67,16 +50,15 @@ class Judge:
     def row(self, name: str, folder: Path, tasks: Sequence[str] = (), **more: Any) -> Row:
         """Score, length, truncation and leakage per task."""
         problems = {t: self.held_out[t] for t in tasks or self.held_out}
-        found, texts = self._evaluate(folder, problems)
+        found, heard = self._evaluate(folder, problems)
         of = {}
         for t, ps in problems.items():
-            answers = [a for p in ps for a in texts[p.id]]
             r = found.tasks[t]
             of[t] = {
                 "score": round(r.accuracy(), 5),
                 "length": round(r.mean_length, 3),
                 "truncated": round(r.truncated, 5),
-                "leak": round(leaked(self.forms, self.cfg.parallel.experts, t, answers), 5),
+                "leak": round(leaked(self.forms, self.cfg.parallel.experts, t, heard.of(ps)), 5),
             }
         print(f"{name}: {found.accuracy():.3f}", flush=True)
         return {"model": name, "tasks": of, **more}
@@ -86,7 +68,7 @@ class Judge:
         problems = {t: self._drawn(t, "calibration", CALIBRATION) for t in tasks}
         return float(self._evaluate(folder, problems)[0].accuracy())
 
-    def _evaluate(self, folder: Path, problems: Mapping[str, Sequence[Problem]]) -> tuple[Any, dict[str, list[str]]]:
+    def _evaluate(self, folder: Path, problems: Mapping[str, Sequence[Problem]]) -> tuple[Any, Listener]:
         from safetensors.torch import load_file
 
         from coterie.evaluation import evaluate
@@ -94,12 +76,18 @@ class Judge:
 
         self.policy.load_weights(load_file(folder / "model.safetensors"))
         self.engine.release()
-        listener: Any = Listener(self.shop.scorer)
+        listener = Listener(self.shop.scorer)
         sampling, seed = training_sampling(self.cfg.rollout), derive(self.cfg.seed, "judge") % 2**31
         found = evaluate(
-            self.engine, self.policy.encoder, problems, self.cfg.eval.samples, sampling, listener, seed=seed
+            self.engine,
+            self.policy.encoder,
+            problems,
+            self.cfg.eval.samples,
+            sampling,
+            cast(Any, listener),
+            seed=seed,
         )
-        return found, listener.texts
+        return found, listener
 
 
 def merged(base: Path, experts: Mapping[str, Path], into: Path, method: str, lam: float, **more: Any) -> Path:
