@@ -19,6 +19,7 @@ import struct
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any, Literal
 from coterie.bench.synthetic import synthetic_group
 from coterie.swarm.exchange import Exchange, Frame, Request
 from coterie.swarm.identity import Identity, new_identity
+from coterie.swarm.selection import equal_share
 from coterie.swarm.wire import Limits, encode_group, read
 
 SWARM = "bench"
@@ -292,13 +294,18 @@ def _light_peers(where: str, numbers: list[int], steps: int, step_s: float, pipe
     start = time.monotonic() + 0.5
     plan = sorted((start + (s + rng.random()) * step_s, s, k) for k in range(len(peers)) for s in range(steps))
     before: dict[int, dict[str, float]] = {}
+    useful: list[float | None] = [None] * len(peers)
     wire0, late = 0, 0
     for due, step, k in plan:
         now = time.monotonic()
         late += now > due + step_s / 2
         time.sleep(max(0.0, due - now))
         peers[k].publish(rng.sample(frames[k % 4], PUBLISHED))
-        peers[k].collect(Request(MARGIN * WANTED, 262_144))
+        got = Counter(sender for sender, _ in peers[k].collect(Request(MARGIN * WANTED, 262_144, useful=useful[k])))
+        fair = MARGIN * equal_share(
+            WANTED, len(got)
+        )  # a node's own account of what was worth hearing, all being honest
+        useful[k] = float(sum(min(n, fair) for n in got.values()))
         if step == steps // 2 - 1:
             before[k] = peers[k].metrics()
             wire0 = wire0 or 0
