@@ -47,12 +47,16 @@ HONEST, TASKS = 3, ("gcd", "count_bits", "spell_backward")
 STEPS, LR, PROBLEMS = 24, 5e-4, 40
 NO_DEFENCE = {"longer": 0.0, "less_likely": 0.0}
 # arm -> (attack of the fourth node or None, defences on). "absent": there is no fourth node; "clean": it is honest too;
-# "all": a hostile node for each of ALL, five beside the three honest ones.
-ALL = ("wrong_answers", "code", "refusable", "replay", "flood")
+# "content" and "form": a hostile node for each of these, more of them than there are honest ones.
+SEVERAL = {
+    "content": ("wrong_answers", "code", "refusable", "replay", "flood"),
+    "form": ("over_long", "injected", "over_long_near", "bare"),
+}
 ARMS: dict[str, tuple[str | None, bool]] = {
     "absent": (None, True),
     "clean": (None, True),
-    "all": ("all", True),
+    "content": ("content", True),
+    "form": ("form", True),
     "wrong_answers": ("wrong_answers", True),
     "code": ("code", True),
     "refusable": ("refusable", True),
@@ -107,7 +111,7 @@ def run_arm(arm: str, seed: int, steps: int, problems: int, known: dict[str, flo
         cfg = config(folder, arm, seed, steps, problems)
         nodes = HONEST + arm.startswith("clean")
         runs = [stack.enter_context(Run(node_config(cfg, i), quiet=True, hub=hub)) for i in range(nodes)]
-        kinds = ALL if attack == "all" else tuple(a for a in [attack] if a is not None)
+        kinds = SEVERAL.get(attack, (attack,)) if attack is not None else ()
         encoder, tasks = runs[0].trainer.policy.encoder, build_tasks(cfg.tasks)
         honest = frozenset(_node(r).author for r in runs)
         evil: list[Hostile] = []
@@ -154,6 +158,7 @@ def _record(arm: str, seed: int, steps: int, runs: list[Run], evil: list[Hostile
         record |= {
             "hostile_sent": sum(e.sent for e in evil),
             "hostile_used": [sum(_used(r, n) for n in them) for r in runs],
+            "used_by_attack": {e.attack: sum(_used(r, e.identity.node_id) for r in runs) for e in evil},
             "named": [all(any(e.identity.name in t for t in _node(r).troubles()) for e in evil) for r in runs],
             "honest_named": sum(p["node"] not in them and bool(p["named"]) for r in runs for p in _node(r).peers()),
             "trouble": sorted(set(lines)),
@@ -264,5 +269,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert ATTACKS.keys() >= {a for a, _ in ARMS.values() if a} - {"all"}
+    assert ATTACKS.keys() | SEVERAL.keys() >= {a for a, _ in ARMS.values() if a}
     main()
