@@ -170,7 +170,7 @@ def _write_config(spec: Experiment, arm: str, out: Path) -> Path:
     """The config of an arm, and beside it what its simulated swarm has of its own."""
     config = out / "configs" / f"{arm}.toml"
     config.parent.mkdir(exist_ok=True)
-    config.write_text(tomli_w.dumps(_from_base(spec.settings(arm), spec, out)), encoding="utf-8")
+    config.write_text(tomli_w.dumps(from_base(spec.settings(arm), spec, out)), encoding="utf-8")
     own = tomli_w.dumps(spec.arms[arm].get("simulation", {}))
     config.with_suffix(".simulation.toml").write_text(own, encoding="utf-8")
     return config
@@ -190,7 +190,8 @@ def _make_base(spec: Experiment, out: Path) -> None:
         raise CoterieError(f"experiment: the base failed; see {out / 'base.log'}")
 
 
-def _from_base(config: dict[str, Any], spec: Experiment, out: Path) -> dict[str, Any]:
+def from_base(config: dict[str, Any], spec: Experiment, out: Path) -> dict[str, Any]:
+    """``config`` with the model that the experiment makes first, unless it names one."""
     if not spec.base:
         return config
     return {**config, "model": {"name": str(out / "base" / "model"), **config.get("model", {})}}

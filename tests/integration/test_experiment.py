@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from coterie.config import config_from_dict
 from coterie.errors import CoterieError, UserError
-from coterie.experiment import load_experiment, run_experiment, table
+from coterie.experiment import from_base, load_experiment, run_experiment, table
+from coterie.run import Run, train
+from coterie.rundir import read_jsonl
 
 SPEC = """
 question = "Does a step change anything?"
@@ -56,6 +59,76 @@ def test_a_failing_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(CoterieError, match=r"alone seed 0 failed.*alone-0\.log"):
         run_experiment(path, tmp_path / "out", jobs=1)
     assert "max_m" in (tmp_path / "out" / "alone-0.log").read_text()
+
+
+BASE = """
+also = ["eval/pass_2"]
+[base]
+steps = 1
+method = "sft"
+[base.tasks.count_bits]
+params = { min_n = 1, max_n = 1023 }
+"""
+
+
+def test_arms_start_from_the_base_that_is_made_first(tmp_path: Path) -> None:
+    path = spec_file(tmp_path, SPEC.replace("[config]", BASE.replace("max_n", "max_m") + "[config]"))
+    with pytest.raises(CoterieError, match=r"the base failed; see .*base\.log"):
+        run_experiment(path, tmp_path / "out", jobs=1)
+    assert "max_m" in (tmp_path / "out" / "base.log").read_text()
+    spec = load_experiment(path)
+    made = str(tmp_path / "base" / "model")
+    assert from_base(spec.settings("alone"), spec, tmp_path)["model"] == {"name": made}
+    own = from_base({"model": {"name": "tiny", "lora_rank": 4}}, spec, tmp_path)
+    assert own["model"] == {"name": "tiny", "lora_rank": 4}
+
+
+def test_comparisons_with_the_start_and_of_other_metrics(tmp_path: Path) -> None:
+    """Two seeds; alone: 0 to 0.5 and 0.1 to 0.4 in accuracy, pass@2 0.1 to 0.9 and 0.2 to 0.8."""
+    compare = '\n[[compare]]\nfirst = "alone"\nsecond = "start"\nmetric = "eval/pass_2"\n'
+    spec = load_experiment(spec_file(tmp_path, SPEC.replace("[config]", BASE + "[config]") + compare))
+    ends = {"alone": ((0.0, 0.5, 0.1, 0.9), (0.1, 0.4, 0.2, 0.8)), "slow": ((0.0, 0.1, 0.1, 0.1), (0.1, 0.2, 0.2, 0.2))}
+    records = [
+        {
+            "arm": arm,
+            "seed": seed,
+            "start": {"eval/accuracy": start, "eval/pass_2": pass_start},
+            "end": {"eval/accuracy": end, "eval/pass_2": pass_end},
+            "own_reward_last_tenth": 0.0,
+            "generated_tokens": 100.0,
+        }
+        for arm, seeds in ends.items()
+        for seed, (start, end, pass_start, pass_end) in enumerate(seeds)
+    ]
+    text = table(spec, records)
+    assert "| alone | 0.050 | 0.450 |" in text and "| 0.850 (0.150) |" in text
+    assert "| alone - slow | +0.300 |" in text
+    assert "| alone - start (eval/pass_2) | +0.700 |" in text
+
+
+def test_a_run_stops_at_its_budget_of_tokens_also_after_a_restart(tmp_path: Path) -> None:
+    """It ends after the step that reaches the budget, helpers' words counted, and is evaluated and marked as finished."""
+    cfg = config_from_dict(
+        {
+            "run_dir": str(tmp_path / "run"),
+            "steps": 9,
+            "tokens": 600,
+            "threads": 1,
+            "tasks": {"count_bits": {"params": {"min_n": 1, "max_n": 1023}}},
+            "rollout": {"problems": 2},
+            "eval": {"problems": 2, "samples": 2, "ks": [2]},
+        }
+    )
+    with Run(cfg, quiet=True) as run:
+        run.begin()
+        run.advance()
+        first = run.trainer.tokens
+        assert 0 < first < 600 and not run.done
+    done = train(cfg, quiet=True)
+    rows = list(read_jsonl(done.run_dir / "metrics.jsonl"))
+    spent = [int(r["tokens/generated"]) for r in rows if r["step"]]
+    assert sum(spent[:-1]) < 600 <= sum(spent) and spent[0] == first and done.steps == len(spent) < 9
+    assert "eval/pass_2" in rows[-1] and (done.run_dir / "DONE").exists()
 
 
 @pytest.mark.parametrize(
