@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from hostile_study import ARMS, run_arm, table
+from hostile_study import ARMS, SEVERAL, run_arm, table
 
 pytestmark = pytest.mark.slow
 STEPS = 4
@@ -30,8 +30,8 @@ def absent(arm: str) -> dict[str, Any]:
     return run_arm(arm, seed=0, steps=STEPS, problems=1)
 
 
-@pytest.mark.parametrize("arm", [a for a, (attack, on) in ARMS.items() if attack and on])
-def test_an_attack_is_refused_and_the_weights_are_those_of_a_swarm_without_it(
+@pytest.mark.parametrize("arm", ["content", *SEVERAL["content"]])
+def test_nothing_is_used_and_the_weights_are_those_of_a_swarm_without_the_attack(
     arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -44,6 +44,15 @@ def test_an_attack_is_refused_and_the_weights_are_those_of_a_swarm_without_it(
     if arm in ("refusable", "flood", "replay"):  # others need more steps until four of them were read
         assert all(r["named"])
     assert arm in table([r])
+
+
+@pytest.mark.parametrize("arm", SEVERAL["form"])
+def test_bad_form_is_dropped(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by construction: what is nearly as short and as likely as own answers passes."""
+    monkeypatch.chdir(tmp_path)
+    r = run_arm(arm, seed=0, steps=STEPS, problems=1)
+    assert sum(r["hostile_used"]) <= 0.1 * sum(r["peer_groups_used"]) and r["honest_named"] == 0
+    assert arm not in ENDS or r["refused"][ENDS[arm]] > 0
 
 
 @pytest.mark.parametrize("arm", [a for a, (attack, on) in ARMS.items() if attack and not on])

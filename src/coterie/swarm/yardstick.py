@@ -41,14 +41,14 @@ class Yardstick:
         for g in groups:
             lengths = self._lengths.setdefault(g.problem.task, deque(maxlen=_ANSWERS))
             for t in g.trajectories:
-                if t.stop_reason is StopReason.EOS:
-                    lengths.append(t.response_length)
                 own = t.behavior_logprobs[t.source == int(Source.POLICY)]  # [t]
+                if t.stop_reason is StopReason.EOS:
+                    lengths.append(len(own))
                 if len(own) and np.isfinite(own).all():
                     self._worst.append(worst_stretch(own, WINDOW))
 
     def longest(self, task: str) -> float:
-        """Tokens that a right answer may have."""
+        """Tokens that the policy may have written in a right answer (what helpers wrote into it does not count)."""
         lengths = self._lengths.get(task, ())
         return self.longer * float(np.quantile(lengths, 0.99)) if self.longer and len(lengths) >= _LEAST else np.inf
 
@@ -61,7 +61,7 @@ class Yardstick:
     def too_long(self, group: Group) -> bool:
         """Whether an answer that would be learned from is too long. ``group``: scored."""
         limit = self.longest(group.problem.task)
-        return any(t.response_length > limit for t in better(group))
+        return any((t.source == int(Source.POLICY)).sum() > limit for t in better(group))
 
     def implausible(self, logprobs: Sequence[NDArray[np.float32]]) -> bool:
         """Whether this node could hardly have written one of a group's answers. ``logprobs``: its own, [t] per trajectory.
