@@ -96,10 +96,13 @@ def _train(config: Path, overrides: list[str], dry_run: bool, as_json: bool) -> 
         check_all(cfg)
         typer.echo(cfg.to_toml(), nl=False)
         return
+    from coterie.distributed import leads
     from coterie.report import write_report
     from coterie.run import train as run
 
     done = run(cfg, quiet=as_json)
+    if not leads():
+        return
     report = write_report([done.run_dir], done.run_dir / "report.html")
     if as_json:
         emit({"run_dir": str(done.run_dir), "steps": done.steps, "metrics": done.metrics, "report": str(report)})

@@ -52,7 +52,7 @@ class Forward:
 
     def __call__(self, batch: Batch, *, checkpoint: bool = False) -> TokenStats:
         if not self._layouts:
-            self._verify(batch.device)
+            self.verify(batch.device)
         if not bool(batch.loss_mask.any()):
             zero = torch.zeros(batch.input_ids.shape, device=batch.device)  # [B, T]
             return TokenStats(zero, zero, zero, values=None if self.value_head is None else zero)
@@ -119,7 +119,8 @@ class Forward:
         return values
 
     @torch.no_grad()
-    def _verify(self, device: torch.device) -> None:
+    def verify(self, device: torch.device) -> None:
+        """Find the layouts and the output head that reproduce the model's own logits."""
         batch = _probe_batch(int(self.model.config.vocab_size), device)
         packed = pack(batch)
         row, t = packed.row, packed.column

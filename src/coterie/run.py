@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from coterie import distributed
 from coterie.checkpoint import Checkpoint, load_latest, save_checkpoint
-from coterie.config import Config
+from coterie.config import Config, TrackingConfig
 from coterie.console import RunConsole
 from coterie.engines.base import Engine
 from coterie.engines.torch import TorchEngine
@@ -57,6 +58,8 @@ def check(cfg: Config) -> None:
             "config: rollout.group_size = 1 gives no baseline (an answer's advantage is its difference from the others "
             "to the same problem); use at least 2, better 8. Evaluation with one sample is `coterie eval`"
         )
+    if distributed.world() > 1:
+        distributed.check(cfg)
     if cfg.advantage.kind == "gae" and cfg.helpers.roles and cfg.loss.external_loss not in ("masked", "ce"):
         raise UserError(
             "config: advantage.kind = gae gives helpers' tokens no advantage (only the policy's tokens are steps), so "
@@ -75,7 +78,9 @@ def dry_run(cfg: Config) -> None:
 
 
 def make_engine(cfg: Config, policy: Policy) -> Engine:
-    """The engine that ``cfg.engine`` names."""
+    """The engine that ``cfg.engine`` names; one that shares out the prompts where several processes train the policy."""
+    if isinstance(policy, distributed.ShardedPolicy):
+        return distributed.SharedEngine(policy, cfg.rollout.token_budget)
     if cfg.engine.kind == "torch":
         return TorchEngine(policy, token_budget=cfg.rollout.token_budget)
     from coterie.engines.vllm import VllmEngine
@@ -90,9 +95,11 @@ def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
     torch.manual_seed(derive(cfg.seed, "torch") % 2**31)
     with ExitStack() as stack:
         tasks = build_tasks(cfg.tasks)
-        scorer = stack.enter_context(Scorer(cfg.scoring))
+        shared = distributed.world() > 1
+        scorer = stack.enter_context((distributed.SharedScorer if shared else Scorer)(cfg.scoring))
         critic = cfg.method == "rl" and cfg.advantage.kind == "gae"
-        policy = Policy.load(cfg.model, seed=cfg.seed, optim=cfg.optim, value_head=critic)
+        kind = distributed.ShardedPolicy if shared else Policy
+        policy = kind.load(cfg.model, seed=cfg.seed, optim=cfg.optim, value_head=critic)
         engine = make_engine(cfg, policy)
         node = open_node(
             cfg,
@@ -104,7 +111,8 @@ def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
         )
         stack.callback(node.close)
         helpers = stack.enter_context(build_helpers(cfg, policy.encoder, policy)) if cfg.helpers.roles else None
-        yield TRAINERS[cfg.method](cfg, policy, engine, tasks, scorer, node, helpers)
+        trainer = distributed.SharedTrainer if shared else TRAINERS[cfg.method]
+        yield trainer(cfg, policy, engine, tasks, scorer, node, helpers)
 
 
 class Run:
@@ -120,11 +128,17 @@ class Run:
         self.cfg = cfg
         self.metrics: dict[str, float] = {}
         with ExitStack() as stack:
-            self.dir = RunDir(cfg)
+            if distributed.world() > 1:
+                distributed.join()
+                stack.callback(distributed.leave)
+            leads = distributed.leads()
+            self.dir = RunDir(cfg) if leads else distributed.FollowerDir(cfg)
             stack.callback(self.dir.close)
             self.trainer = stack.enter_context(build(cfg, hub))
-            self._tracker = stack.enter_context(Tracker(cfg, self.dir))
-            self._console = stack.enter_context(RunConsole(cfg.steps, quiet=quiet, every=max(1, cfg.steps // 20)))
+            mine = cfg if leads else cfg.model_copy(update={"tracking": TrackingConfig()})
+            self._tracker = stack.enter_context(Tracker(mine, self.dir))
+            every = max(1, cfg.steps // 20)
+            self._console = stack.enter_context(RunConsole(cfg.steps, quiet=quiet or not leads, every=every))
             resume(self.trainer, self.dir, self._console)
             self._updates: UpdateLog | None = None
             if width := cfg.parallel.log_updates:
@@ -204,11 +218,9 @@ def save(trainer: Trainer, run: RunDir) -> None:
         "quiet_steps": trainer.guard.quiet,
         "tokens": trainer.tokens,
     }
-    save_checkpoint(
-        run.checkpoints,
-        Checkpoint(trainer.step, trainer.policy.weights(), trainer.policy.optimizer_state(), state),
-        trainer.cfg.checkpoint.keep,
-    )
+    whole = Checkpoint(trainer.step, trainer.policy.weights(), trainer.policy.optimizer_state(), state)
+    if distributed.leads():
+        save_checkpoint(run.checkpoints, whole, trainer.cfg.checkpoint.keep)
 
 
 def resume(trainer: Trainer, run: RunDir, console: RunConsole) -> None:
@@ -218,6 +230,8 @@ def resume(trainer: Trainer, run: RunDir, console: RunConsole) -> None:
         CoterieError: there are checkpoints, but none can be read: nothing is thrown away.
     """
     found = load_latest(run.checkpoints, console.note)
+    if distributed.world() > 1:
+        distributed.same(None if found is None else found.step, f"the newest checkpoint in {run.checkpoints}")
     if found is None:
         if run.checkpoints.is_dir() and any(run.checkpoints.iterdir()):
             raise CoterieError(

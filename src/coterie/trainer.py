@@ -29,7 +29,7 @@ from coterie.helpers.metrics import helper_metrics
 from coterie.helpers.mixing import CollapseGuard, too_many_failed
 from coterie.helpers.modes import Mode
 from coterie.helpers.roles import HelperSet
-from coterie.loss_metrics import loss_metrics
+from coterie.loss_metrics import LossOutput, loss_metrics
 from coterie.losses import kl_estimate, policy_loss, share_scale, zero_advantages_are_silent
 from coterie.policy import Policy, StepResult
 from coterie.rng import derive
@@ -170,10 +170,10 @@ class Trainer:
         cfg = self.cfg
         if batch.trained == 0:
             return {"policy/nothing_to_train": 1.0, "policy/skipped": 0.0}
-        parts = micro_batches(batch, cfg.optim.token_budget)
+        parts, real = self._parts(batch)
         old: dict[int, TokenStats] = {}  # log-probs and values at the start of the update, kept over all its steps
         metrics: dict[str, float] = {}
-        loss_cfg, capped = self._capped(parts)
+        loss_cfg, capped = self._capped(parts, real)
         for _ in range(cfg.optim.updates):
             outputs, critic = [], []
             for i, part in enumerate(parts):
@@ -185,13 +185,22 @@ class Trainer:
                 if part.returns is not None:
                     critic.append(critic_loss(stats, at_start, part, cfg))
                     loss = loss + critic[-1].loss
-                self.policy.backward(loss)
+                self.policy.backward(loss if i < real else 0.0 * loss)
             done = self.policy.step(self._lr())
-            metrics = loss_metrics(outputs) | critic_metrics(critic)
+            metrics = loss_metrics(self._all(outputs[:real])) | critic_metrics(critic)
         metrics["policy/nothing_to_train"] = 0.0
         return metrics | capped | step_metrics(done, self._lr())
 
-    def _capped(self, parts: Sequence[Batch]) -> tuple[LossConfig, dict[str, float]]:
+    def _parts(self, batch: Batch) -> tuple[list[Batch], int]:
+        """The micro-batches to compute here, and how many of them count (:mod:`coterie.distributed` deals them out)."""
+        parts = micro_batches(batch, self.cfg.optim.token_budget)
+        return parts, len(parts)
+
+    def _all(self, outputs: list[LossOutput]) -> list[LossOutput]:
+        """The outputs of all micro-batches, wherever they were computed."""
+        return outputs
+
+    def _capped(self, parts: Sequence[Batch], real: int) -> tuple[LossConfig, dict[str, float]]:
         """The loss with helpers' tokens scaled down to ``ext_grad_share_cap``, measured over the whole batch, so that it does
         not depend on how the batch is cut; and the factor, as a metric."""
         cfg = self.cfg.loss
@@ -204,7 +213,7 @@ class Trainer:
                 stats = self.policy.logprobs(part)
             leaf = replace(stats, logprobs=stats.logprobs.requires_grad_())
             outputs.append(policy_loss(leaf, part, plain, stats.logprobs.detach()))
-        share = loss_metrics(outputs).get("loss/helper/gradient_share", 0.0)
+        share = loss_metrics(self._all(outputs[:real])).get("loss/helper/gradient_share", 0.0)
         scale = share_scale(share, cfg.ext_grad_share_cap)
         return cfg.model_copy(update={"lambda_ext": cfg.lambda_ext * scale}), {"loss/helper_scale": scale}
 
@@ -240,6 +249,8 @@ class Trainer:
             training_sampling(cfg.rollout),
             self.scorer,
             seed=0,
+            mode=mode,
+            helpers=self.helpers,
         )
 
     @torch.no_grad()
@@ -249,8 +260,6 @@ class Trainer:
         batch = collate(groups, advantages, me=self.node.author)
         total, count = 0.0, 0
         for part in micro_batches(batch, self.cfg.optim.token_budget):
-            mode=mode,
-            helpers=self.helpers,
             now, start = self.policy.logprobs(part).logprobs, self.policy.reference_logprobs(part)  # [B, T]
             mask = part.loss_mask.to(now.device)  # [B, T]
             total += float((kl_estimate(now, start, "k3") * mask).sum())

@@ -81,7 +81,7 @@ def test_all_layouts_of_one_model_agree(layout: str) -> None:
     exact = double(model)
     loss_of(naive_stats(exact, batch)[0], batch).backward()
     forward = Forward(model)
-    forward._verify(batch.device)
+    forward.verify(batch.device)
     got = forward._stats(batch, pack(batch), layout, False)
     loss_of(got.logprobs, batch).backward()
     assert relative_error(gradients(model), gradients(exact)) < 1e-5
