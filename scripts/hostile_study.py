@@ -80,14 +80,14 @@ def config(run_dir: str, arm: str, seed: int, steps: int, problems: int) -> Conf
     return config_from_dict(
         {
             "run_dir": run_dir,
-            "steps": steps,
+            "steps": steps + 1,  # never done: evaluations are the study's own
             "seed": 1000 * (seed + 1),
             "threads": 1,
             "tasks": {t: known[t].model_dump() for t in TASKS},
             "rollout": {"problems": 4, "group_size": 8, "max_new_tokens": 48},
             "optim": {"lr": LR},
             "eval": {"every": 0, "problems": problems, "samples": 4},
-            "checkpoint": {"every": steps},
+            "checkpoint": {"every": steps + 1},
             "tracking": {"transcripts": 0},
             # virtual time: what a busy machine takes for a check must not decide what is checked
             "swarm": {"peer_groups": 4, "collect_s": 60.0} | ({} if ARMS[arm][1] else NO_DEFENCE),
