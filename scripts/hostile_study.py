@@ -44,7 +44,7 @@ from coterie.swarm.node import SwarmNode
 from coterie.tasks.taskset import build_tasks
 
 HONEST, TASKS = 3, ("gcd", "count_bits", "spell_backward")
-STEPS, LR, PROBLEMS = 24, 5e-4, 40
+STEPS, LR, PROBLEMS = 16, 5e-4, 40
 NO_DEFENCE = {"longer": 0.0, "less_likely": 0.0}
 # arm -> (attack of the fourth node or None, defences on). "absent": there is no fourth node; "clean": it is honest too;
 # "content" and "form": a hostile node for each of these, more of them than there are honest ones.
