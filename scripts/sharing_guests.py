@@ -14,6 +14,14 @@ from coterie.trainer import Trainer
 
 def over_long(hub: MemoryHub, trainer: Trainer, number: int) -> Hostile:
     """Right answers whose working is said again and again, up to the token budget."""
-    seed = trainer.cfg.seed + 100 + number
-    length = trainer.cfg.rollout.max_new_tokens
-    return Hostile("over_long", hub.join(seed), person(seed), trainer.tasks, trainer.policy.encoder, length)
+    return _hostile("over_long", hub, trainer, trainer.cfg.seed + 100 + number)
+
+
+def injected(hub: MemoryHub, trainer: Trainer, number: int) -> Hostile:
+    """Right answers that begin with a text of the attacker's choice."""
+    return _hostile("injected", hub, trainer, trainer.cfg.seed + 200 + number)
+
+
+def _hostile(attack: str, hub: MemoryHub, trainer: Trainer, seed: int) -> Hostile:
+    me, length = person(seed), trainer.cfg.rollout.max_new_tokens
+    return Hostile(attack, hub.join(seed), me, trainer.tasks, trainer.policy.encoder, length)

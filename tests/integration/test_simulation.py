@@ -10,7 +10,8 @@ import pytest
 
 from coterie.config import config_from_dict
 from coterie.curves import at_same, curve, value_at
-from coterie.experiment import run_experiment
+from coterie.experiment import load_experiment, run_experiment
+from coterie.importing import load_function
 from coterie.run import Run
 from coterie.rundir import read_jsonl
 from coterie.simulate import Simulation, simulate
@@ -155,3 +156,13 @@ def test_curves_are_read_where_both_have_come_equally_far() -> None:
     assert first == pytest.approx([0.6]) and second == pytest.approx([0.4])
     first, second = at_same("step", [one], [two])
     assert first == second == pytest.approx([0.6])
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "experiments").glob("sharing*.toml")))
+def test_the_experiments_on_sharing_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(path.parents[1])
+    spec = load_experiment(path)
+    for arm, changes in spec.arms.items():
+        config_from_dict(spec.settings(arm))
+        for guest in Simulation.model_validate(changes.get("simulation", {})).guests:
+            load_function(guest)
