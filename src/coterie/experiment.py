@@ -65,6 +65,8 @@ class Experiment(Section):
     """Pairs of arms for paired tests over seeds, corrected together (Holm)."""
     kind: Literal["runs", "parallel"] = "runs"
     """`runs`: every (arm, seed) is one run; `parallel`: experts, baselines and every merge of them (see parallel/study.py)."""
+    orders: Literal["all", "in turn"] = "all"
+    """`parallel`: orders of a Latin square in which every seed trains domain after domain, or one per seed, in turn."""
     match: tuple[str, str] | tuple[()] = ()
     """`parallel`: two arms that are also compared at equal norm and at equal gain of their experts."""
 

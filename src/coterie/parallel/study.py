@@ -2,7 +2,7 @@
 
 An arm is a config with a ``[parallel]`` section. It trains the experts, and where ``parallel.baselines`` ask for them one run on
 all tasks and runs of one domain after the other (a Latin square of orders: every domain comes once at every place and once
-after every other). All of it starts from one base. Experts are trained once and enter every merge. ``match`` names two arms
+after every other; all orders for every seed, or one per seed in turn). All of it starts from one base. Experts are trained once and enter every merge. ``match`` names two arms
 that are also compared at equal norm and at equal gain of their experts.
 
 All runs of a seed are made in one process (a process for each would cost more than the training) and skipped where they lie.
@@ -46,14 +46,14 @@ def orders(n: int) -> list[list[int]]:
 class Shop:
     """Trains and evaluates on shared parts: scoring processes, tasks, one policy for evaluation."""
 
-    def __init__(self, cfg: Config, stack: ExitStack) -> None:
+    def __init__(self, cfg: Config, stack: ExitStack, orders: Sequence[int] = ()) -> None:
         import torch
 
         from coterie.tasks.scoring import Scorer
         from coterie.tasks.taskset import build_tasks
 
         torch.set_num_threads(1)
-        self.cfg = cfg
+        self.cfg, self.orders = cfg, orders
         self.scorer = stack.enter_context(Scorer(cfg.scoring))
         self.tasks = build_tasks(cfg.tasks)
 
@@ -88,12 +88,15 @@ class Shop:
         print(f"trained {folder} in {cost['cpu_s']:.0f} s", flush=True)
 
 
-def stage_runs(cfg: Config) -> dict[str, list[Config]]:
-    """Order -> its runs. The first run of an order is the expert itself (same steps, same seed, same start)."""
+def stage_runs(cfg: Config, which: Sequence[int]) -> dict[str, list[Config]]:
+    """Order -> its runs, for the orders ``which`` of the square. The first run of an order is the expert itself (same steps,
+    same seed, same start)."""
     experts = [j.runs[0] for j in expert_jobs(cfg)]
     root = Path(cfg.run_dir) / "multi_stage"
     out = {}
-    for k, order in enumerate(orders(len(experts))):
+    square = orders(len(experts))
+    for k in which:
+        order = square[k]
         runs = [experts[order[0]]]
         for place, i in enumerate(order[1:], 2):
             start = cfg.model.model_copy(update={"name": str(model_of(runs[-1]))})
@@ -129,7 +132,9 @@ def work(file: Path, out: Path, seed: int, arms: Sequence[str] = (), parts: Sequ
                 scratch = out / "runs" / arm / f"seed_{seed}"
                 rows = matched_models(Shop(first, stack), dict(zip(spec.match, (first, second), strict=True)), scratch)
             else:
-                shop = Shop(_config(spec, out, arm, seed), stack)
+                cfg = _config(spec, out, arm, seed)
+                n = len(cfg.parallel.experts)
+                shop = Shop(cfg, stack, range(n) if spec.orders == "all" else [spec.seeds.index(seed) % n])
                 _train(shop, parts)
                 if "models" not in parts:
                     continue
@@ -145,7 +150,7 @@ def _train(shop: Shop, parts: Sequence[str]) -> None:
         for run in experts.values():
             shop.train(run)
     if "stages" in parts and "multi_stage" in cfg.parallel.baselines:
-        for runs in stage_runs(cfg).values():
+        for runs in stage_runs(cfg, shop.orders).values():
             for run in runs:
                 shop.train(run)
     if "mixed" in parts and "mixed" in cfg.parallel.baselines:

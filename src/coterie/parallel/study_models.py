@@ -110,7 +110,8 @@ def own_models(shop: Shop, with_base: bool) -> list[Row]:
     experts = {j.name: model_of(j.runs[0]) for j in expert_jobs(cfg)}
     with tempfile.TemporaryDirectory(prefix="coterie-study-") as scratch:
         rows = [judge.row("base", judge.base)] if with_base else []
-        rows += [judge.row(name, path, tasks) for name, path, tasks in _models(cfg, judge.base, experts, Path(scratch))]
+        found = _models(shop, judge.base, experts, Path(scratch))
+        rows += [judge.row(name, path, tasks) for name, path, tasks in found]
     rows.append({"weights": _weights(judge.base, experts)})
     return rows + [
         {"run": str(f.parent.relative_to(cfg.run_dir)), **json.loads(f.read_text())}
@@ -119,10 +120,10 @@ def own_models(shop: Shop, with_base: bool) -> list[Row]:
 
 
 def _models(
-    cfg: Config, base: Path, experts: Mapping[str, Path], scratch: Path
+    shop: Shop, base: Path, experts: Mapping[str, Path], scratch: Path
 ) -> Iterator[tuple[str, Path, tuple[str, ...]]]:
     """Name, folder and tasks (none: all) of every model; merges are made when their turn comes."""
-    p, domains = cfg.parallel, cfg.parallel.experts
+    cfg, p, domains = shop.cfg, shop.cfg.parallel, shop.cfg.parallel.experts
     at = scratch / "merged"
     for name, path in experts.items():
         yield f"expert/{name}", merged(base, {name: path}, at, "sum", 1.0) if cfg.model.lora_rank else path, ()
@@ -146,7 +147,7 @@ def _models(
             yield f"shrink_{lam:g}/{name}", merged(base, {name: path}, at, "sum", lam), domains[name]
     for name, run in mixed_runs(cfg, base).items():
         yield name, model_of(run), ()
-    for name, runs in stage_runs(cfg).items():
+    for name, runs in stage_runs(cfg, shop.orders).items():
         yield f"stages/{name}", model_of(runs[-1]), ()
 
 

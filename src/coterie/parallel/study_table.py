@@ -72,9 +72,14 @@ class Records:
         return float(np.mean([self.mean(seed, arm, at + n, ts) for n, ts in self.domains.items()]))
 
     def stages(self, seed: int, arm: str) -> float:
-        """Change after the last stage, mean over orders."""
-        orders = [m for m in self.models(arm) if m.startswith("stages/")]
+        """Change after the last stage, mean over the orders of this seed."""
+        orders = [m for a, s, m in self.scored if (a, s) == (arm, seed) and m.startswith("stages/")]
         return float(np.mean([self.change(seed, arm, m, self.tasks) for m in orders])) if orders else math.nan
+
+    def last_stage(self, seed: int, arm: str, key: str) -> float:
+        """A figure of the models after the last stage, mean over the orders of this seed."""
+        orders = [m for a, s, m in self.scored if (a, s) == (arm, seed) and m.startswith("stages/")]
+        return float(np.mean([self.mean(seed, arm, m, self.tasks, key) for m in orders])) if orders else math.nan
 
     def summed(self, seed: int, arm: str, lam: str) -> float:
         """Change of the sum (adapters: their exact concatenation)."""
@@ -219,8 +224,10 @@ def leakage(r: Records) -> list[str]:
     for arm in r.arms:
         out.append([arm, "experts on other domains", *cells(r.abroad, arm)])
         for m in r.models(arm):
-            if m != BASE and ("/" not in m or m.startswith("stages/")):
+            if m != BASE and "/" not in m:
                 out.append([arm, m, *cells(r.mean, arm, m, r.tasks)])
+        if arm in r.main:
+            out.append([arm, "multi-stage", *cells(r.last_stage, arm)])
     return _table(["arm", "model", "length, tokens", "truncated", "in another domain's form"], out)
 
 
@@ -236,8 +243,9 @@ def costs(r: Records) -> list[str]:
             return math.nan
         if way == "mixed":
             return sum(cpu("mixed"))
-        if way == "multi-stage, one order":  # an expert is the first stage of each order
-            return (sum(experts) + sum(cpu("multi_stage/"))) / len(experts)
+        if way == "multi-stage, one order":  # its first stage is an expert
+            later = [cpu(f"multi_stage/{m.removeprefix('stages/')}/") for m in r.models(arm) if m.startswith("stages/")]
+            return float(np.mean([np.mean(experts) + sum(x) for x in later if x]))
         return (max(experts) if waiting else sum(experts)) + (sum(cpu("adapted/")) if "adapted" in way else 0.0)
 
     names = ("parallel", "parallel, adapted", "mixed", "multi-stage, one order")
