@@ -1,9 +1,10 @@
 """The experiment on parallel training (``kind = "parallel"`` in an experiment file): one process per seed.
 
 An arm is a config with a ``[parallel]`` section. It trains the experts, and where ``parallel.baselines`` ask for them one run on
-all tasks and runs of one domain after the other (a Latin square of orders: every domain comes once at every place and once
-after every other; all orders for every seed, or one per seed in turn). All of it starts from one base. Experts are trained once and enter every merge. ``match`` names two arms
-that are also compared at equal norm and at equal gain of their experts.
+all tasks and runs of one domain after the other, in orders of a Latin square (every domain comes once at every place and
+once after every other; all orders for every seed, or one per seed in turn). All of it starts from one base. Experts are
+trained once and enter every merge. ``match`` names two arms that are also compared at equal norm and at equal gain of their
+experts.
 
 All runs of a seed are made in one process (a process for each would cost more than the training) and skipped where they lie.
 """
