@@ -139,8 +139,7 @@ class Policy:
             self._bad = self._bad or f"non-finite loss ({loss.item()})"
         elif loss.requires_grad and self._bad is None:
             loss.backward()  # type: ignore[no-untyped-call]
-            if self.device.type == "cpu":
-                hand_back(self.model)
+            hand_back(self.model)
 
     def step(self, lr: float) -> StepResult:
         """One AdamW step with gradients clipped to ``optim.grad_clip``, then gradients are dropped.

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 from coterie.cpu_linear import linear
+from coterie.memory import hand_back
 from coterie.packing import Grid, Packed
 from coterie.recompute import not_kept
 
-_Attended = tuple[
-    Tensor, torch.Size, Grid
-]  # output [S, Hk, g L, d] of a grid's attention, shape [S, L, Hq, d] of its queries
+# Of one grid: what attention gave [S, Hk, g L, d], the shape [S, L, Hq, d] of its queries, the grid.
+_Attended = tuple[Tensor, torch.Size, Grid]
+
+_TIDY_EVERY = 10  # layers
 
 FAMILY = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 
@@ -34,13 +36,22 @@ def packed_hidden(model: Any, packed: Packed, checkpoint: bool = False) -> Tenso
     cos, sin = model.rotary_emb(x, packed.positions[None])  # [1, N, d]
     rope = (cos[0, :, None], sin[0, :, None])  # [N, 1, d]
     masks = _masks(model.config, packed)
-    for layer in model.layers:
+    for i, layer in enumerate(model.layers):
+        if i % _TIDY_EVERY == 0:
+            _tidy(model, x)
         run = getattr(layer, "packed", None) or partial(layer_forward, layer)  # sharded layers bring their own
         if checkpoint and torch.is_grad_enabled():
             x = recompute(run, x, rope, packed, masks, use_reentrant=False)
         else:
             x = run(x, rope, packed, masks)
     return _norm(model.norm, x)
+
+
+def _tidy(model: Any, x: Tensor) -> None:
+    """Hand freed memory back, now and when the backward pass comes by."""
+    hand_back(model)
+    if x.requires_grad:
+        x.register_hook(lambda _: hand_back(model))
 
 
 def layer_forward(
