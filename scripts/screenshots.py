@@ -107,6 +107,8 @@ class Browser:
 
     def open(self, page: Path, width: int, height: int = 1000) -> None:
         """Load a page at that width, as a phone would below 600 pixels, and wait until its charts are drawn."""
+        if not page.is_file():
+            raise SystemExit(f"{page}: no such file")
         self.events.clear()
         phone = width < 600
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
