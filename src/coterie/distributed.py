@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from coterie.batching import Batch, micro_batches
-from coterie.config import Config
+from coterie.config import Config, Recompute
 from coterie.engines.base import check_request
 from coterie.engines.torch import TorchEngine
 from coterie.errors import CoterieError, UserError
@@ -169,7 +169,7 @@ class ShardedPolicy(Policy):
                 module.set_gradient_divide_factor(1.0)  # sum, not mean: a batch's normalisers are those of the whole
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
-    def _token_stats(self, lm: Any, batch: Batch, checkpoint: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _token_stats(self, lm: Any, batch: Batch, checkpoint: Recompute) -> tuple[Tensor, Tensor, Tensor]:
         stats = self._forward(batch, checkpoint=checkpoint)
         return stats.logprobs, stats.entropy, stats.sum_sq  # FSDP looks for tensors in what comes out
 

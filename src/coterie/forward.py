@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.batching import Batch, Normalizers
+from coterie.config import Recompute
 from coterie.errors import UserError
 from coterie.lmhead import token_logprobs
 from coterie.packing import Grid, Packed, branches, pack
@@ -50,7 +51,7 @@ class Forward:
         self._layouts: tuple[str, ...] = ()
         self._plain_head = True
 
-    def __call__(self, batch: Batch, *, checkpoint: bool = False) -> TokenStats:
+    def __call__(self, batch: Batch, *, checkpoint: Recompute = "none") -> TokenStats:
         if not self._layouts:
             self.verify(batch.device)
         if not bool(batch.loss_mask.any()):
@@ -79,14 +80,14 @@ class Forward:
 
         return "tree" if cost(*trees.shape) <= cost(*batch.input_ids.shape) else "padded"
 
-    def _stats(self, batch: Batch, packed: Packed, layout: str, checkpoint: bool) -> TokenStats:
+    def _stats(self, batch: Batch, packed: Packed, layout: str, checkpoint: Recompute) -> TokenStats:
         row, t = packed.row, packed.column
         targets, temperature = batch.input_ids[row, t], batch.temperature[row]  # [M]
         if layout == "packed":
             hidden = packed_hidden(self.model.base_model, packed, checkpoint)[packed.predictor]  # [M, D]
             tokens = packed.tokens
         else:
-            with _checkpointing(self.model, checkpoint):
+            with _checkpointing(self.model, checkpoint != "none"):
                 if layout == "tree":
                     hidden = _tree_hidden(self.model, packed)[packed.predictor]  # [M, D]
                     tokens = len(_tree_grid(packed)[1].index)
@@ -129,7 +130,7 @@ class Forward:
             want = _from_logits(logits, batch.input_ids[row, t], batch.temperature[row])[0]  # [M]
 
             def agrees(layout: str) -> bool:
-                got = self._stats(batch, packed, layout, False).logprobs[row, t]  # [M]
+                got = self._stats(batch, packed, layout, "none").logprobs[row, t]  # [M]
                 return torch.allclose(got, want, rtol=1e-3, atol=1e-3)
 
             self._plain_head = self.model.get_output_embeddings() is not None and agrees("padded")

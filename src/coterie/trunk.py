@@ -8,20 +8,23 @@ backward pass but computed again from what is (:mod:`coterie.recompute`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import checkpoint as checkpointed
 
+from coterie.config import Recompute
 from coterie.cpu_linear import linear
 from coterie.memory import hand_back
 from coterie.packing import Grid, Packed
 from coterie.recompute import not_kept
 
+_Keeping = Callable[[Tensor, Callable[[], Tensor]], AbstractContextManager[None]]
 # Of one grid: what attention gave [S, Hk, g L, d], the shape [S, L, Hq, d] of its queries, the grid.
 _Attended = tuple[Tensor, torch.Size, Grid]
 
@@ -30,7 +33,7 @@ _TIDY_EVERY = 10  # layers
 FAMILY = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 
 
-def packed_hidden(model: Any, packed: Packed, checkpoint: bool = False) -> Tensor:
+def packed_hidden(model: Any, packed: Packed, checkpoint: Recompute = "none") -> Tensor:
     """[N, D] last hidden states of ``model`` (the inner model, without output head) for every packed token."""
     x = model.embed_tokens(packed.ids)  # [N, D]
     cos, sin = model.rotary_emb(x, packed.positions[None])  # [1, N, d]
@@ -40,10 +43,7 @@ def packed_hidden(model: Any, packed: Packed, checkpoint: bool = False) -> Tenso
         if i % _TIDY_EVERY == 0:
             _tidy(model, x)
         run = getattr(layer, "packed", None) or partial(layer_forward, layer)  # sharded layers bring their own
-        if checkpoint and torch.is_grad_enabled():
-            x = recompute(run, x, rope, packed, masks, use_reentrant=False)
-        else:
-            x = run(x, rope, packed, masks)
+        x = run(x, rope, packed, masks, checkpoint)
     return _norm(model.norm, x)
 
 
@@ -51,27 +51,56 @@ def _tidy(model: Any, x: Tensor) -> None:
     """Hand freed memory back, now and when the backward pass comes by."""
     hand_back(model)
     if x.requires_grad:
-        x.register_hook(lambda _: hand_back(model))
+        x.register_hook(lambda _: hand_back(model))  # type: ignore[no-untyped-call]
 
 
 def layer_forward(
-    layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: tuple[Tensor, Tensor]
+    layer: Any,
+    x: Tensor,
+    rope: tuple[Tensor, Tensor],
+    packed: Packed,
+    masks: tuple[Tensor, Tensor],
+    checkpoint: Recompute = "none",
 ) -> Tensor:
     """[N, D] one layer's output for every packed token."""
-    attn, mlp = layer.self_attn, layer.mlp
+    if checkpoint == "layer":
+        return checkpointed(_layer, layer, x, rope, packed, masks, use_reentrant=False)  # type: ignore[no-any-return]
+    x = _attend(layer, x, rope, packed, masks, not_kept)
+    if checkpoint == "mlp":
+        return checkpointed(_mlp, layer, x, _kept, use_reentrant=False)  # type: ignore[no-any-return]
+    return _mlp(layer, x, not_kept)
+
+
+def _layer(layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: tuple[Tensor, Tensor]) -> Tensor:
+    return _mlp(layer, _attend(layer, x, rope, packed, masks, _kept), _kept)
+
+
+def _attend(
+    layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: tuple[Tensor, Tensor], spare: _Keeping
+) -> Tensor:
+    attn = layer.self_attn
     h = _norm(layer.input_layernorm, x)  # [N, D]
-    with not_kept(h, partial(_norm, layer.input_layernorm, x.detach())):
+    with spare(h, partial(_norm, layer.input_layernorm, x.detach())):
         q, k, v = (linear(p, h) for p in (attn.q_proj, attn.k_proj, attn.v_proj))  # [N, Hq d], [N, Hk d], [N, Hk d]
     grids = _attention(attn, q, k, v, rope, packed, masks)
     h = _gathered(grids)  # [N, Hq d]
-    with not_kept(h, partial(_gathered, [(folded.detach(), shape, grid) for folded, shape, grid in grids])):
-        x = x + linear(attn.o_proj, h)
+    with spare(h, partial(_gathered, [(folded.detach(), shape, grid) for folded, shape, grid in grids])):
+        return x + linear(attn.o_proj, h)
+
+
+def _mlp(layer: Any, x: Tensor, spare: _Keeping) -> Tensor:
+    mlp = layer.mlp
     h = _norm(layer.post_attention_layernorm, x)  # [N, D]
-    with not_kept(h, partial(_norm, layer.post_attention_layernorm, x.detach())):
+    with spare(h, partial(_norm, layer.post_attention_layernorm, x.detach())):
         gate, up = linear(mlp.gate_proj, h), linear(mlp.up_proj, h)  # [N, F] twice
     inner = _swiglu(gate, up)  # [N, F]
-    with not_kept(inner, partial(_swiglu, gate.detach(), up.detach())):
+    with spare(inner, partial(_swiglu, gate.detach(), up.detach())):
         return x + linear(mlp.down_proj, inner)
+
+
+def _kept(value: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[None]:
+    """Instead of ``not_kept`` where all of it is made again anyway."""
+    return nullcontext()
 
 
 def _attention(

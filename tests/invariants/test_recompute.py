@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from batch_kit import group, trajectory
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from coterie import trunk
+from coterie.batching import collate
 from coterie.config import ModelConfig
-from coterie.forward import _probe_batch
+from coterie.forward import Forward, _probe_batch
 from coterie.policy import Policy
 from coterie.recompute import not_kept
 
@@ -74,3 +78,22 @@ def test_the_value_is_gone_after_the_forward_pass_and_nothing_lives_on_after_the
         assert kept() is None
     finally:
         gc.enable()
+
+
+def test_each_kind_of_recomputation_keeps_less() -> None:
+    policy = Policy.load(ModelConfig(name="tiny"))
+    prompt, answers = list(range(2, 12)), [list(range(20, 60)) for _ in range(8)]
+    batch = collate([group("a", *(trajectory(prompt, answer) for answer in answers))], [[1.0] * 8], "me")
+    forward = Forward(policy.causal_lm)
+    forward(batch)  # layouts are verified
+
+    def kept(checkpoint: Any) -> int:
+        """Bytes a forward pass leaves allocated."""
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            stats = forward(batch, checkpoint=checkpoint)
+        assert stats.logprobs.requires_grad
+        return sum(e.self_cpu_memory_usage for e in seen.key_averages())
+
+    none, mlp, layer = kept("none"), kept("mlp"), kept("layer")
+    assert mlp < 0.75 * none
+    assert layer < 0.5 * mlp

@@ -82,7 +82,7 @@ def test_all_layouts_of_one_model_agree(layout: str) -> None:
     loss_of(naive_stats(exact, batch)[0], batch).backward()
     forward = Forward(model)
     forward.verify(batch.device)
-    got = forward._stats(batch, pack(batch), layout, False)
+    got = forward._stats(batch, pack(batch), layout, "none")
     loss_of(got.logprobs, batch).backward()
     assert relative_error(gradients(model), gradients(exact)) < 1e-5
 
@@ -93,12 +93,14 @@ def test_activation_checkpointing_changes_nothing(kind: str) -> None:
     batch = mixed_batch()
     forward = Forward(model)
     grads = []
-    for on in (False, True):
+    for what in ("none", "mlp", "layer"):
         model.zero_grad()
-        loss_of(forward(batch, checkpoint=on).logprobs, batch).backward()
+        loss = loss_of(forward(batch, checkpoint=what).logprobs, batch)
+        loss.backward()
         grads.append(gradients(model))
         assert not model.training and not model.is_activation_checkpointing  # RO-13: generation never sees it
     assert relative_error(grads[1], grads[0]) < 1e-6
+    assert relative_error(grads[2], grads[0]) < 1e-6
 
 
 def test_prompt_is_computed_once_and_the_last_token_never() -> None:
