@@ -89,7 +89,9 @@ class _TokenLogprobs(torch.autograd.Function):
         scale = grad[:, None] if cold is None else grad[:, None] * cold  # [N, 1]
         # d = scale (onehot(y) - p): the first part row by row here, the second block by block below.
         d_hidden = torch.zeros(hidden.shape, device=hidden.device) if need_hidden else None  # [N, D]
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None  # [V, D]
+        # Micro-batches after the first add to the gradient that is there: one [V, D] less while activations are held.
+        there = weight.grad if weight.is_leaf and weight.dtype == torch.float32 else None  # [V, D]
+        d_weight = (torch.zeros_like(weight, dtype=torch.float32) if there is None else there) if need_weight else None
         d_bias = torch.zeros_like(bias) if need_bias else None  # [V]
         with torch.autocast(hidden.device.type, enabled=False):
             scaled = (scale * hidden).to(hidden.dtype)  # [N, D]
@@ -109,7 +111,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 d_weight.index_add_(0, targets, scale * hidden)
             if d_bias is not None:
                 d_bias.index_add_(0, targets, scale.squeeze(1))
-        return d_hidden, d_weight, d_bias, None, None
+        return d_hidden, d_weight if there is None else None, d_bias, None, None
 
 
 def _of(x: Tensor | None, part: slice) -> Tensor | None:

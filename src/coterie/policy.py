@@ -160,6 +160,8 @@ class Policy:
                 group["lr"] = lr
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        del grads
+        hand_back(self.model)
         self._bad = None
         return StepResult(float(norm), skipped)
 

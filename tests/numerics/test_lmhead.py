@@ -70,3 +70,16 @@ def test_logits_never_exceed_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     out = lmhead.token_logprobs(hidden, torch.randn(16, 4), None, torch.zeros(50, dtype=torch.long), torch.ones(50))
     out[0].sum().backward()
     assert max(seen) <= 64 and sum(seen) == 2 * 50 * 16
+
+
+def test_later_micro_batches_add_to_the_gradient_that_is_there() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(50, 8, requires_grad=True)
+    parts = [(torch.randn(n, 8), torch.randint(50, (n,)), torch.full((n,), 0.7)) for n in (3, 5, 4)]
+    held = []
+    for hidden, targets, temperature in parts:
+        lmhead.token_logprobs(hidden, weight, None, targets, temperature)[0].sum().backward()
+        held.append(weight.grad)
+    assert held[0] is held[2]
+    whole = torch.cat([torch.log_softmax(h @ weight.T / t[:, None], -1)[range(len(y)), y] for h, y, t in parts])
+    torch.testing.assert_close(held[2], torch.autograd.grad(whole.sum(), weight)[0])

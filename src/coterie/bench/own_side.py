@@ -42,7 +42,10 @@ class Side:
     def __init__(self, case: dict[str, Any], scorer: Scorer) -> None:
         torch.set_num_threads(case["threads"])
         self.case, self.scorer = case, scorer
-        self.policy = Policy.load(ModelConfig(name=case["model"]), optim=OptimConfig(token_budget=case["token_budget"]))
+        self.policy = Policy.load(
+            ModelConfig(name=case["model"]),
+            optim=OptimConfig(token_budget=case["token_budget"], activation_checkpointing=case["recompute"]),
+        )
         self.cfg = RolloutConfig(
             problems=len(case["problems"]),
             group_size=case["group_size"],

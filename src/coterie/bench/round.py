@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from coterie.config import Recompute
 from coterie.errors import CoterieError, UserError
 
 LOSS_TOLERANCE = 1e-4  # relative, of the loss and of the gradient's norm
@@ -44,13 +45,14 @@ class Case:
     threads: int
     prompt_words: int = 0
     story: bool = False
+    recompute: Recompute = "none"  # what coterie's update makes again in the backward pass
 
 
 CASES = {
-    "smollm2": Case("smollm2", 8, 8, 64, 8, 768, 2),
-    "smollm2-long-prompt": Case("smollm2", 8, 8, 32, 8, 1024, 2, prompt_words=320),
-    "smollm2-long-answer": Case("smollm2", 8, 8, 256, 8, 768, 2, story=True),
-    "smollm2-quarter": Case("smollm2", 2, 8, 64, 8, 768, 2),
+    "smollm2": Case("smollm2", 8, 8, 64, 8, 768, 2, recompute="mlp"),
+    "smollm2-long-prompt": Case("smollm2", 8, 8, 32, 8, 1024, 2, prompt_words=320, recompute="mlp"),
+    "smollm2-long-answer": Case("smollm2", 8, 8, 256, 8, 768, 2, story=True, recompute="mlp"),
+    "smollm2-quarter": Case("smollm2", 2, 8, 64, 8, 768, 2, recompute="mlp"),
     "tiny": Case("tiny", 9, 8, 64, 72, 16384, 1),
 }
 
@@ -237,6 +239,7 @@ def _settings(case: Case) -> dict[str, Any]:
         "max_new_tokens": case.max_new_tokens,
         "micro_batch": case.micro_batch,
         "token_budget": case.token_budget,
+        "recompute": case.recompute,
         "threads": case.threads,
         "lr": LEARNING_RATE,
     }
