@@ -35,7 +35,7 @@ lint: setup
 
 # The documentation site, in docs/_build. A broken link or image is an error.
 docs: $(VENV)/.docs-done
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build
 	@echo "open docs/_build/index.html"
 
 $(VENV)/.docs-done: $(STAMP)
