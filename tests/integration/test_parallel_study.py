@@ -73,6 +73,7 @@ def test_a_small_study_trains_every_run_once_scores_every_merge_and_goes_on_wher
         *((a, n) for a in ("rl", "sft") for n in ("mixed", "adapted", "adapted_base")),
         *((a, n) for a in ("rl", "sft") for n in ("multi_stage/order_0/2_divisors", "multi_stage/order_1/2_bits")),
     }
+    assert {r["seed"] for r in rows} == {7} and {r["run_seed"] for r in runs.values()} == {7, 8, 9, 10}
     assert runs["rl", "mixed"]["steps"] == 2 and runs["rl", "adapted"]["steps"] == 1
     assert "| RL: the sum, lambda 1, is above the base |" in text and "one seed" in text
     stamp = (out / "records" / "rl-7.jsonl").stat().st_mtime_ns

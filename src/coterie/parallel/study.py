@@ -84,7 +84,7 @@ class Shop:
             tokens += metrics.get("tokens/generated", 0.0)
         cost = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "tokens": tokens}
         policy.save_pretrained(model_of(cfg), merged=not policy.lora)
-        write_atomic(folder / "run.json", json.dumps({"steps": cfg.steps, "seed": cfg.seed, **cost}))
+        write_atomic(folder / "run.json", json.dumps({"steps": cfg.steps, "run_seed": cfg.seed, **cost}))
         (folder / "DONE").touch()
         print(f"trained {folder} in {cost['cpu_s']:.0f} s", flush=True)
 

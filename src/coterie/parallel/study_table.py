@@ -235,18 +235,22 @@ def costs(r: Records) -> list[str]:
     """CPU seconds of the training processes. Waiting: each run on a core of its own, all experts at once."""
 
     def ways(seed: int, arm: str, way: str, waiting: bool) -> float:
-        def cpu(start: str) -> list[float]:
-            return [x["cpu_s"] for (a, s, n), x in r.runs.items() if (a, s) == (arm, seed) and n.startswith(start)]
+        def cpu(name: str) -> list[float]:
+            return [
+                x["cpu_s"]
+                for (a, s, n), x in r.runs.items()
+                if (a, s) == (arm, seed) and (n == name or n.startswith(name + "/"))
+            ]
 
-        experts = cpu("experts/")
+        experts = cpu("experts")
         if not experts:
             return math.nan
         if way == "mixed":
             return sum(cpu("mixed"))
         if way == "multi-stage, one order":  # its first stage is an expert
-            later = [cpu(f"multi_stage/{m.removeprefix('stages/')}/") for m in r.models(arm) if m.startswith("stages/")]
+            later = [cpu(f"multi_stage/{m.removeprefix('stages/')}") for m in r.models(arm) if m.startswith("stages/")]
             return float(np.mean([np.mean(experts) + sum(x) for x in later if x]))
-        return (max(experts) if waiting else sum(experts)) + (sum(cpu("adapted/")) if "adapted" in way else 0.0)
+        return (max(experts) if waiting else sum(experts)) + (sum(cpu("adapted")) if "adapted" in way else 0.0)
 
     names = ("parallel", "parallel, adapted", "mixed", "multi-stage, one order")
     rows = [[a, n, *(shown(r.over_seeds(ways, a, n, w), ".0f") for w in (False, True))] for a in r.main for n in names]
