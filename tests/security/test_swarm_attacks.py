@@ -293,9 +293,11 @@ def test_text_that_differs_from_the_ids_is_not_what_is_scored() -> None:
     assert rebuild.counts["text_differs"] == 1
 
 
-def _own(node: SwarmNode, **changes: Any) -> None:
+def _own(node: SwarmNode) -> None:
     """What the node has written itself: 16 answers, right and wrong, of two tokens with log-probs of -0.1 and -1."""
-    node.publish([kit.group(node.identity, 1000 + i, **changes) for i in range(8)])
+    groups = [kit.group(node.identity, 1_000_000 + i) for i in range(8)]
+    rewarded = [tuple(replace(t, reward=r) for t, r in zip(g.trajectories, (1.0, 0.0), strict=True)) for g in groups]
+    node.publish([replace(g, trajectories=rows) for g, rows in zip(groups, rewarded, strict=True)])
 
 
 def _strict(hub: MemoryHub, **settings: Any) -> SwarmNode:
@@ -351,6 +353,7 @@ def test_a_flood_of_worthless_groups_takes_nothing_from_the_others() -> None:
         hub = MemoryHub()
         honest, b = [kit.node(hub, i) for i in (1, 2, 3)], kit.node(hub, 4, peer_groups=6)
         evil, used, seq = hub.join(0, EVIL.node_id), [], 0
+        _own(b)
         for step in range(12):
             for n in honest:
                 texts = [None, ["no", f"nor {step}"]]
@@ -379,6 +382,7 @@ def test_in_a_large_swarm_a_flood_does_not_make_a_node_deaf() -> None:
         hub = MemoryHub(capacity=100)
         b, wires, evil = kit.node(hub, 99), [hub.join(0, p.node_id) for p in honest], hub.join(0, EVIL.node_id)
         counts = []
+        _own(b)
         for step in range(steps):
             for frames, wire in zip(sent, wires, strict=True):
                 wire.publish(frames[2 * step : 2 * step + 2])
@@ -419,6 +423,7 @@ def test_sw15_who_only_listens_in_effect_is_named_and_forgiven_when_it_contribut
     hub = MemoryHub()
     a, evil, b = kit.node(hub, 1), hub.join(0, EVIL.node_id), kit.node(hub, 2)
     seq = 0
+    _own(b)
     for step in range(40):
         right = step >= 12
         a.publish([kit.group(a.identity, 1000 + 4 * step + k) for k in range(2)])

@@ -71,7 +71,7 @@ class Chooser:
             self.pool.entries[group.id] = replace(entry, group=group, scored=True)
         if self.ledger.judge(group.author, group.informative and unfit is None):
             a = self.ledger.authors[group.author]
-            said = f"of its last {a.scored} groups {a.useful} could teach something, far fewer than others'"
+            said = f"of its last {a.scored} groups {a.useful} could teach something, far fewer than of own ones"
             self._intake.events.append(f"peer {short_name(group.author)}: {said}; it comes last")
 
     def _unfit(self, group: Group, copied: Sequence[bool]) -> tuple[str, str] | None:

@@ -99,6 +99,8 @@ class SwarmNode:
     def publish(self, groups: Sequence[Group]) -> None:
         """Sign and send own groups (never blocks on a peer). What cannot be sent is counted as ``unsendable``."""
         self._chooser.yardstick.note(groups)
+        for group in groups:
+            self.ledger.note_own(group.informative)
         if self.cfg.share == "nothing":
             return
         start = time.monotonic()

@@ -6,7 +6,7 @@
 * **Faults** count against an author only where its signature proves that it is the author; a forged message is nobody's.
   Honest differences (another task, a longer answer than this node takes, a late message) are counted and cost nothing.
 * **Quarantine**: at four faults an author is ignored for 32 collects, then 64, 128, ...
-* **Worth**: of the groups scored here, how many could teach something. An author far below the others is *idle*: its groups
+* **Worth**: of the groups scored here, how many could teach something. An author far below own groups is *idle*: its groups
   come last, and do not count as traffic wanted. It is forgiven as soon as the share recovers.
 * **Names**: whoever has sent four messages of one kind that were refused, and idle authors, are named once, whatever the kind.
 
@@ -75,6 +75,7 @@ class Ledger:
         self.max_age = max_age
         self.authors: OrderedDict[str, Author] = OrderedDict()
         self.refused: Counter[str] = Counter()
+        self.own_scored = self.own_useful = 0  # own groups, lately
 
     def check_author(self, author: str, now: int) -> None:
         """Refuse who is in quarantine (before any signature is computed). Raises WireError."""
@@ -139,8 +140,7 @@ class Ledger:
     def judge(self, author: str, useful: bool) -> bool:
         """Count a group that was scored. True if its author has just become idle and should be named."""
         record = self._record(author)
-        if record.scored >= MEMORY:
-            record.scored, record.useful = record.scored // 2, record.useful // 2
+        record.scored, record.useful = _faded(record.scored, record.useful)
         record.scored += 1
         record.useful += useful
         if not self.idle(author):
@@ -155,18 +155,22 @@ class Ledger:
         return author in self.idlers([author])
 
     def idlers(self, among: Iterable[str]) -> set[str]:
-        """Authors of whose groups so few were useful that, were they half as useful as the others, this would be an accident
-        of one in a hundred."""
-        scored, useful = (sum(getattr(a, k) for a in self.authors.values()) for k in ("scored", "useful"))
+        """Authors of whose groups so few were useful that, were they half as useful as own ones, this would be an accident of
+        one in a hundred. Own groups are the measure, so what other authors do makes nobody idle or busy."""
+        p = 0.5 * self.own_useful / max(1, self.own_scored)
         out = set()
         for name in among:
             a = self.authors.get(name)
-            if a is None or scored - a.scored < STRIKES:
-                continue
-            p, n = 0.5 * (useful - a.useful) / (scored - a.scored), a.scored
-            if sum(comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(a.useful + 1)) < ACCIDENT:
+            n, k = (a.scored, a.useful) if a is not None else (0, 0)
+            if sum(comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k + 1)) < ACCIDENT:
                 out.add(name)
         return out
+
+    def note_own(self, useful: bool) -> None:
+        """Count an own group: whether it can teach something is what others' groups are measured by."""
+        self.own_scored, self.own_useful = _faded(self.own_scored, self.own_useful)
+        self.own_scored += 1
+        self.own_useful += useful
 
     def quarantined(self, now: int) -> list[str]:
         return [a for a, r in self.authors.items() if now < r.barred_until]
@@ -199,11 +203,12 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """Plain JSON data."""
         authors = {name: msgspec.to_builtins(a) for name, a in self.authors.items()}
-        return {"authors": authors, "refused": dict(self.refused)}
+        return {"authors": authors, "refused": dict(self.refused), "own": [self.own_scored, self.own_useful]}
 
     def load(self, state: dict[str, Any]) -> None:
         self.authors = OrderedDict((n, msgspec.convert(a, Author)) for n, a in state["authors"].items())
         self.refused = Counter(state["refused"])
+        self.own_scored, self.own_useful = state["own"]
 
     def _record(self, author: str) -> Author:
         record = self.authors.get(author)
@@ -225,3 +230,8 @@ class Ledger:
             return fresh
         # An older start of this author, never heard while it ran: nothing says which of its numbers were taken.
         raise WireError("stale", f"from start {number} of its author, which is at start {newest.number}", signed=True)
+
+
+def _faded(scored: int, useful: int) -> tuple[int, int]:
+    """Old counts weigh less: both are halved when they reach ``MEMORY``."""
+    return (scored // 2, useful // 2) if scored >= MEMORY else (scored, useful)
