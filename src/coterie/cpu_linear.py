@@ -32,6 +32,17 @@ def available(x: Tensor) -> bool:
     )
 
 
+def even_rows(x: Tensor) -> int:
+    """Rows to compute ``x [N, ..]`` with: N here rounded up to one of sixteen sizes an octave, 3% more on average.
+
+    oneDNN makes kernels for each size and never gives them back: about 4 MB for each with SmolLM2, without end where
+    every batch has a size of its own.
+    """
+    n = len(x)
+    step = max(4, 1 << max(0, n.bit_length() - 5))
+    return -(-n // step) * step if available(x) else n
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b.T``: [N, K], [M, K] -> [N, M]. Both may be transposed views; no copy is made of them. Not differentiable."""
     if available(a) and b.dtype == torch.float32:

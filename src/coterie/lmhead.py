@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from coterie.cpu_linear import product
+from coterie.cpu_linear import even_rows, product
 
 CHUNK_ELEMENTS = 1 << 21  # logits held at once (8 MiB in float32)
 CPU_BLOCK = 2048  # of the vocabulary, so that a block stays in the processor's cache; a GPU takes all of it
@@ -32,8 +33,12 @@ def token_logprobs(
     Returns:
         logprobs [N] float32, differentiable; entropy [N] in nats and sum_sq [N], both constants.
     """
+    N = len(hidden)
+    if spare := even_rows(hidden) - N:
+        hidden, targets = F.pad(hidden, (0, 0, 0, spare)), F.pad(targets, (0, spare))  # [N + spare, D], [N + spare]
+        temperature = F.pad(temperature, (0, spare), value=1.0)  # [N + spare]
     logprobs, entropy, sum_sq = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature)  # type: ignore[no-untyped-call]
-    return logprobs, entropy, sum_sq
+    return logprobs[:N], entropy[:N], sum_sq[:N]
 
 
 def _slices(n: int, size: int) -> Iterator[slice]:

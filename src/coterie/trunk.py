@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from coterie.config import Recompute
-from coterie.cpu_linear import linear
+from coterie.cpu_linear import even_rows, linear
 from coterie.memory import hand_back
 from coterie.packing import Grid, Packed
 from coterie.recompute import not_kept
@@ -34,9 +34,11 @@ FAMILY = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 
 
 def packed_hidden(model: Any, packed: Packed, checkpoint: Recompute = "none") -> Tensor:
-    """[N, D] last hidden states of ``model`` (the inner model, without output head) for every packed token."""
-    x = model.embed_tokens(packed.ids)  # [N, D]
-    cos, sin = model.rotary_emb(x, packed.positions[None])  # [1, N, d]
+    """[n, D] last hidden states of ``model`` (the inner model, without output head) for every packed token."""
+    x = model.embed_tokens(packed.ids)  # [n, D]
+    spare = even_rows(x) - len(x)  # rows of zeros at the end, which nothing attends to
+    x = F.pad(x, (0, 0, 0, spare))  # [N, D]
+    cos, sin = model.rotary_emb(x, F.pad(packed.positions, (0, spare))[None])  # [1, N, d]
     rope = (cos[0, :, None], sin[0, :, None])  # [N, 1, d]
     masks = _masks(model.config, packed)
     for i, layer in enumerate(model.layers):
@@ -44,7 +46,7 @@ def packed_hidden(model: Any, packed: Packed, checkpoint: Recompute = "none") ->
             _tidy(model, x)
         run = getattr(layer, "packed", None) or partial(layer_forward, layer)  # sharded layers bring their own
         x = run(x, rope, packed, masks, checkpoint)
-    return _norm(model.norm, x)
+    return _norm(model.norm, x[: packed.tokens])
 
 
 def _tidy(model: Any, x: Tensor) -> None:
@@ -83,8 +85,8 @@ def _attend(
     with spare(h, partial(_norm, layer.input_layernorm, x.detach())):
         q, k, v = (linear(p, h) for p in (attn.q_proj, attn.k_proj, attn.v_proj))  # [N, Hq d], [N, Hk d], [N, Hk d]
     grids = _attention(attn, q, k, v, rope, packed, masks)
-    h = _gathered(grids)  # [N, Hq d]
-    with spare(h, partial(_gathered, [(folded.detach(), shape, grid) for folded, shape, grid in grids])):
+    h = _gathered(grids, len(x))  # [N, Hq d]
+    with spare(h, partial(_gathered, [(folded.detach(), shape, grid) for folded, shape, grid in grids], len(x))):
         return x + linear(attn.o_proj, h)
 
 
@@ -121,7 +123,10 @@ def _attention(
     heads = [q.shape[1], k.shape[1], v.shape[1]]
     qkv = torch.cat([q, k.to(q.dtype), v.to(q.dtype)], 1).flatten(1)  # [N, (Hq + 2 Hk) d]
     n = len(packed.prompts.cells)
-    first, rest = _cells(qkv[:n], packed.prompts, d), _cells(qkv[n:], packed.responses, d)  # [S, L, Hq + 2 Hk, d]
+    first, rest = (
+        _cells(qkv[:n], packed.prompts, d),
+        _cells(qkv[n : packed.tokens], packed.responses, d),
+    )  # [S, L, Hq + 2 Hk, d]
     pq, pk, pv = torch.split(first, heads, 2)  # [P, Lp, H, d]
     rq, rk, rv = torch.split(rest, heads, 2)  # [R, Lr, H, d]
     pairs = torch.cat([pk, pv], 2).index_select(0, packed.prompt_of)  # [R, Lp, 2 Hk, d]
@@ -145,13 +150,13 @@ def _folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tens
     return F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
 
 
-def _gathered(grids: Sequence[_Attended]) -> Tensor:
-    """[N, Hq d] what every packed token attended to, from :func:`_folded`'s output for each grid."""
+def _gathered(grids: Sequence[_Attended], N: int) -> Tensor:
+    """[N, Hq d] what every packed token attended to, from :func:`_folded`'s output for each grid; 0 in spare rows."""
     rows = []
     for folded, (S, L, Hq, d), grid in grids:
         cells = folded.view(S, folded.shape[1], -1, L, d).permute(0, 3, 1, 2, 4).reshape(S * L, Hq * d)  # [S L, Hq d]
         rows.append(_Uncells.apply(cells, grid))  # type: ignore[no-untyped-call]
-    return torch.cat(rows)
+    return F.pad(torch.cat(rows), (0, 0, 0, N - sum(map(len, rows))))
 
 
 def _masks(config: Any, packed: Packed) -> tuple[Tensor, Tensor]:

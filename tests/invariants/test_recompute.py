@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from coterie import trunk
 from coterie.batching import collate
 from coterie.config import ModelConfig
+from coterie.cpu_linear import even_rows
 from coterie.forward import Forward, _probe_batch
 from coterie.policy import Policy
 from coterie.recompute import not_kept
@@ -97,3 +98,11 @@ def test_each_kind_of_recomputation_keeps_less() -> None:
     none, mlp, layer = kept("none"), kept("mlp"), kept("layer")
     assert mlp < 0.75 * none
     assert layer < 0.5 * mlp
+
+
+def test_products_of_an_update_come_in_few_sizes() -> None:
+    sizes = {even_rows(torch.empty(n, 1)) for n in range(1, 4097)}
+    assert len(sizes) < 130
+    for n in range(1, 4097):
+        rows = even_rows(torch.empty(n, 1))
+        assert n <= rows <= max(n + 3, 1.07 * n)
