@@ -32,9 +32,6 @@ class PromptEncoder:
         self.tokenizer_hash: str = _hash(tokenizer, self.eos_ids)
         special = set(tokenizer.all_special_ids)
         self._dropped = self.eos_ids | ({self.pad_id} & special)
-        # The library's own decoder where there is one: transformers checks every id on the way, which takes longer.
-        plain = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        self._decode = tokenizer.backend_tokenizer.decode if hasattr(tokenizer, "backend_tokenizer") else plain
 
     def prompt_ids(self, prompt: str, system: str | None = None) -> list[int]:
         """Ids of a whole prompt, ready for the first sampled token; never cut (the caller refuses what is too long).
@@ -59,7 +56,10 @@ class PromptEncoder:
         """Text of ``ids``. End and pad markers are removed; all other special tokens (``<think>``) are kept, because
         rewards and extraction read them (huggingface/trl issue 2897)."""
         kept = [k for i in ids if (k := int(i)) not in self._dropped]
-        text: str = self._decode(kept, skip_special_tokens=False)
+        # The library's own decoder where there is one: transformers checks every id on the way, which takes longer.
+        fast = getattr(self.tokenizer, "backend_tokenizer", None)
+        plain = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
+        text: str = (plain if fast is None else fast.decode)(kept, skip_special_tokens=False)
         return text
 
     def _one_bos(self, ids: Sequence[int]) -> list[int]:
