@@ -103,6 +103,8 @@ class TorchEngine:
             self._laid_out = None  # not two copies at once
             weights = lay_out(model, self.policy.dtype)
             self._laid_out = (current, pack(weights) if packable(weights) else weights)
+            del weights
+            hand_back(model)
         ready = self._laid_out[1]
         return CompiledDecoder(ready) if isinstance(ready, Packed) else LlamaDecoder(ready)
 
