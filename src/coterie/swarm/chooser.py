@@ -101,7 +101,8 @@ class Chooser:
         return Quotas(most, self.cfg.per_task, min(share, most))
 
     def worth(self, accepted: Mapping[str, int], wanted: int) -> float:
-        """Messages worth hearing among those ``accepted`` of each author: none of the idle, no author's beyond its share."""
+        """Messages worth hearing among those ``accepted`` of each author: no author's beyond its share, and those of authors
+        that seldom send anything useful by so much less."""
         fair = MARGIN * self._quotas(wanted, set(accepted)).share
-        idle = self.ledger.idlers(accepted)
-        return float(sum(min(n, fair) for author, n in accepted.items() if author not in idle))
+        worth = self.ledger.worth(accepted)
+        return sum(min(n, fair) * worth[author] for author, n in accepted.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coterie.swarm.access import Access
@@ -46,13 +46,14 @@ class Intake:
             except WireError as e:
                 self._refuse_nobody(sender, e, now)
         self._name_the_loud(Counter(header.author for _, _, header in opened), each)
+        worth = self.ledger.worth({e.group.author for e in self.pool.entries.values()})
         accepted: Counter[str] = Counter()
         read: Counter[str] = Counter()
         for sender, frame, header in opened:
             read[header.author] += 1
             if read[header.author] > each or time.monotonic() > deadline:
                 self.ledger.blame(None, "rate", now)
-            elif self._admit(sender, frame, header, now):
+            elif self._admit(sender, frame, header, now, worth):
                 accepted[header.author] += 1
         return accepted
 
@@ -94,7 +95,7 @@ class Intake:
         body = open_header(header, self.rebuild.limits)
         return self.rebuild.group(Message(header.id, header.author, body, frame))
 
-    def _admit(self, sender: str, frame: bytes, header: Header, now: int) -> bool:
+    def _admit(self, sender: str, frame: bytes, header: Header, now: int, worth: Mapping[str, float]) -> bool:
         author = header.author
         try:
             if author == self.me:
@@ -115,5 +116,5 @@ class Intake:
             else:
                 self._refuse_nobody(sender, e, now)
             return False
-        self.pool.add(Entry(group, frame, now, copied))
+        self.pool.add(Entry(group, frame, now, copied), worth)
         return True

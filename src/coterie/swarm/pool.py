@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from coterie.rng import derive
@@ -30,7 +31,7 @@ class Pool:
     """A node's own stock of peers' groups.
 
     Args:
-        capacity: most groups; when full, the author with the most groups loses its oldest.
+        capacity: most groups; when full, the author with the most groups for its worth loses its oldest.
         ttl: collects after which an unused group goes.
     """
 
@@ -54,12 +55,13 @@ class Pool:
             self._answers.popitem(last=False)
         return known
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Entry, worth: Mapping[str, float] = MappingProxyType({})) -> None:
+        """``worth``: of an author's groups, 0 to 1 (1 for those not in it)."""
         self.entries[entry.group.id] = entry
         if len(self.entries) > self.capacity:
             counts = Counter(e.group.author for e in self.entries.values())
-            most = max(counts.values())
-            oldest = next(i for i, e in self.entries.items() if counts[e.group.author] == most)
+            loser = max(counts, key=lambda a: counts[a] / max(worth.get(a, 1.0), 0.01))
+            oldest = next(i for i, e in self.entries.items() if e.group.author == loser)
             del self.entries[oldest]
             self.dropped["full"] += 1
 

@@ -166,6 +166,20 @@ class Ledger:
                 out.add(name)
         return out
 
+    def worth(self, among: Iterable[str]) -> dict[str, float]:
+        """How much a group of each author counts, 0 to 1: fully if they are at least half as often useful as own ones.
+        The little that is known of an author is completed by two groups as useful as those of all authors are on average."""
+        own = self.own_useful / max(1, self.own_scored)
+        typical = (sum(a.useful for a in self.authors.values()) + own) / (
+            sum(a.scored for a in self.authors.values()) + 1
+        )
+        out = {}
+        for name in among:
+            a = self.authors.get(name)
+            n, k = (a.scored, a.useful) if a is not None else (0, 0)
+            out[name] = min(1.0, 2 * (k + 2 * typical) / (n + 2) / own) if own > 0 else 1.0
+        return out
+
     def note_own(self, useful: bool) -> None:
         """Count an own group: whether it can teach something is what others' groups are measured by."""
         self.own_scored, self.own_useful = _faded(self.own_scored, self.own_useful)
