@@ -19,6 +19,7 @@ from coterie.swarm.controller import AdaptiveShare
 from coterie.swarm.exchange import Request, Status
 from coterie.swarm.memory import MemoryHub
 from coterie.swarm.node import SoloNode, State, SwarmNode
+from coterie.swarm.pool import Entry, Pool
 from coterie.swarm.wire import encode_group
 from coterie.types import StopReason
 
@@ -181,6 +182,18 @@ def test_the_pool_is_bounded_and_fair() -> None:
     for step in range(4):
         expired.collect(step)
     assert len(expired.pool) == 0 and expired.pool.dropped["expired"] >= 3
+
+
+def test_a_full_pool_loses_what_is_worth_least() -> None:
+    pool = Pool(6, ttl=4)
+    a, b = kit.person(1), kit.person(2)
+    for i in range(3):
+        pool.add(Entry(replace(kit.group(a, i), id=f"a{i}"), b"", i))
+        pool.add(Entry(replace(kit.group(b, 10 + i), id=f"b{i}"), b"", i))
+    pool.add(Entry(replace(kit.group(a, 9), id="a9"), b"", 9), {b.node_id: 0.2})
+    assert list(pool.entries) == ["a0", "a1", "b1", "a2", "b2", "a9"]  # a has more, b's are worth a fifth
+    pool.add(Entry(replace(kit.group(a, 8), id="a8"), b"", 9))
+    assert "a0" not in pool.entries and pool.dropped["full"] == 2
 
 
 def test_quotas_spread_a_batch_over_peers() -> None:
