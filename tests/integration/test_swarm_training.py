@@ -60,7 +60,9 @@ def test_a_node_that_asks_for_no_peer_groups_trains_as_if_alone(tmp_path: Path) 
     member, metrics = weights(config(tmp_path / "member", exchange="local", path=path, peer_groups=0))
     assert metrics["swarm/published"] == 8
     assert alone.keys() == member.keys() and all(torch.equal(alone[k], member[k]) for k in alone)
-    assert metrics["swarm/publish_s"] < 0.2 * metrics["time/step_s"]  # 1% in docs/results/swarm.md; this machine may be busy
+    assert (
+        metrics["swarm/publish_s"] < 0.2 * metrics["time/step_s"]
+    )  # 1% in docs/results/swarm.md; this machine may be busy
 
 
 def test_a_simulation_can_be_repeated_bit_for_bit(tmp_path: Path) -> None:

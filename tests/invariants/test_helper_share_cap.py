@@ -8,7 +8,6 @@ from coterie.config import config_from_dict
 from coterie.losses import share_scale
 from coterie.run import build
 
-
 TAGS = '[short.roles.reasoning]\nstart = ","\nend = "+"\n'  # what `tiny` writes in answers to count_bits
 
 
