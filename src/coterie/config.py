@@ -97,7 +97,7 @@ class EngineConfig(Section):
 class AdvantageConfig(Section):
     kind: Literal["mean_std", "mean", "rloo", "batch", "gae"] = "mean_std"
     """`mean_std` GRPO, `mean` Dr.GRPO, `rloo` leave-one-out, `batch` REINFORCE++, `gae` PPO with a value head."""
-    baseline: Literal["own_mode", "solo_mean", "shared"] = "own_mode"
+    baseline: Literal["own_mode", "solo_mean", "shared"] = "solo_mean"
     """What a trajectory is compared with when helped and solo rollouts are mixed in a group."""
     gamma: float = Field(1.0, ge=0, le=1)
     """`gae`: discount per token the policy writes."""
@@ -126,8 +126,8 @@ class LossConfig(Section):
     """`k3`: unbiased value, gradient of KL(start || policy); `k2`: gradient of KL(policy || start)."""
     mask_truncated: bool = False
     """Leave truncated answers out of the loss."""
-    external_loss: Literal["masked", "ppo_is", "surrogate", "luffy", "aipo", "ce"] = "masked"
-    """Treatment of helpers' tokens."""
+    external_loss: Literal["masked", "ppo_is", "surrogate", "luffy", "aipo", "ce"] = "aipo"
+    """Treatment of helpers' tokens. `masked` learns to use help, not to do without it."""
     peer_loss: Literal[
         "surrogate", "positive", "tapered", "truncated_is", "masked", "ppo_is", "luffy", "aipo", "ce"
     ] = "positive"

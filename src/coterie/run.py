@@ -18,6 +18,7 @@ from coterie.console import RunConsole
 from coterie.engines.base import Engine
 from coterie.engines.torch import TorchEngine
 from coterie.errors import CoterieError, UserError
+from coterie.helpers.mixing import solo_count
 from coterie.helpers.roles import build_helpers
 from coterie.merging.crosstime import UpdateLog
 from coterie.policy import Policy
@@ -60,6 +61,12 @@ def check(cfg: Config) -> None:
         )
     if distributed.world() > 1:
         distributed.check(cfg)
+    helped = cfg.advantage.kind != "gae" and cfg.advantage.baseline == "solo_mean" and bool(cfg.helpers.roles)
+    if helped and not all(solo_count(cfg.helpers, cfg.rollout.group_size, at) for at in (0, cfg.helpers.solo_steps)):
+        raise UserError(
+            "config: advantage.baseline = solo_mean compares with plain rollouts, and helpers.solo_min, solo_start and "
+            "solo_end leave none at some steps, so that nothing would be learnt there; use own_mode, or keep some"
+        )
     if cfg.advantage.kind == "gae" and cfg.helpers.roles and cfg.loss.external_loss not in ("masked", "ce"):
         raise UserError(
             "config: advantage.kind = gae gives helpers' tokens no advantage (only the policy's tokens are steps), so "

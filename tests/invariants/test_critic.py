@@ -219,4 +219,4 @@ def test_helpers_tokens_have_no_advantage_so_options_that_need_one_are_refused()
     }
     with pytest.raises(UserError, match="no advantage"):
         check(config_from_dict(data | {"loss": {"external_loss": "aipo"}}))
-    check(config_from_dict(data))
+    check(config_from_dict(data | {"loss": {"external_loss": "masked"}}))

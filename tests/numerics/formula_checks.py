@@ -189,7 +189,7 @@ def every_treatment(m: ModuleType) -> None:
         half = LossConfig(external_loss=name, peer_loss="masked", lambda_ext=0.5)  # type: ignore[arg-type]
         close(m.policy_loss(Stats(lp), batch, half, lp).loss, (-1 + want / 2) / 2)
     for name, want in down.items():
-        cfg = LossConfig(peer_loss=name)  # type: ignore[arg-type]
+        cfg = LossConfig(external_loss="masked", peer_loss=name)  # type: ignore[arg-type]
         close(m.policy_loss(Stats(lp), batch, cfg, lp).loss, (-1 + want) / 2)
 
 

@@ -173,3 +173,24 @@ def test_collapse_guard() -> None:
     assert guard.update(step(trajectory(mode="solo")))["helpers/quiet_steps"] == 1  # says nothing
     assert guard.update(step(trajectory("invalid")))["helpers/collapsed"] == 1  # not understood is not asked
     assert guard.update(step(trajectory("ok"))) == {"helpers/quiet_steps": 0.0, "helpers/collapsed": 0.0}
+
+
+def test_a_baseline_without_anything_to_compare_with_is_refused() -> None:
+    from coterie.config import config_from_dict
+    from coterie.run import check
+
+    def settings(baseline: str, **helpers: float) -> None:
+        roles = {"verify": {"backend": "scripted", "table": {"*": "x"}}}
+        tasks = {"gcd": {"params": {}}}
+        check(
+            config_from_dict(
+                {"tasks": tasks, "advantage": {"baseline": baseline}, "helpers": {"roles": roles, **helpers}}
+            )
+        )
+
+    settings("solo_mean")
+    settings("own_mode", solo_min=0, solo_start=0.0, solo_end=0.0)
+    settings("solo_mean", solo_min=1, solo_start=0.0, solo_end=0.0)
+    for start, end in ((0.0, 0.5), (0.5, 0.0)):
+        with pytest.raises(UserError, match="solo_mean compares with plain rollouts"):
+            settings("solo_mean", solo_min=0, solo_start=start, solo_end=end)
