@@ -48,6 +48,11 @@ class Records:
         """``of(seed, *args)`` of every seed for which it is known."""
         return [v for s in self.seeds if not math.isnan(v := of(s, *args))]
 
+    def shown(self, values: Sequence[float], form: str = "+.3f") -> str:
+        """:func:`shown`, with the number of seeds where it is not all of them."""
+        some = 0 < len(values) < len(self.seeds)
+        return shown(values, form) + (f" [{len(values)} seed{'s' * (len(values) > 1)}]" if some else "")
+
     def target(self, seed: int, arm: str, prefix: str = "expert/") -> float:
         """What experts gain on their own tasks, mean over experts."""
         return float(np.mean([self.change(seed, arm, prefix + n, ts) for n, ts in self.domains.items()]))
@@ -121,9 +126,16 @@ def tables(spec: Experiment, rows: Sequence[Row]) -> str:
     """Markdown."""
     r = Records(spec, rows)
     count = f"{len(r.seeds)} seed{'s' if len(r.seeds) != 1 else ''}"
-    start = shown(r.over_seeds(r.mean, "", BASE, r.tasks), ".3f")
+    start = r.shown(r.over_seeds(r.mean, "", BASE, r.tasks), ".3f")
     parts = [
-        ("", [spec.question, "", f"{count}. Base, mean of all tasks: {start}. Means with 95% intervals over seeds."]),
+        (
+            "",
+            [
+                spec.question,
+                "",
+                f"{count}. Base, mean of all tasks: {start}. Means with 95% intervals over seeds; [n] where fewer count.",
+            ],
+        ),
         ("Signs of the paper", signs(r)),
         ("Change against the base, mean of all tasks", changes(r)),
         ("Kept of the experts", kept(r)),
@@ -147,7 +159,7 @@ def changes(r: Records) -> list[str]:
         ("the same, adapted on 5% of the steps", r.change, ("adapted", r.tasks)),
         ("base, adapted on 5% of the steps", r.change, ("adapted_base", r.tasks)),
     ]
-    return _table(["", *r.arms], [[t, *(shown(r.over_seeds(of, a, *more)) for a in r.arms)] for t, of, more in lines])
+    return _table(["", *r.arms], [[t, *(r.shown(r.over_seeds(of, a, *more)) for a in r.arms)] for t, of, more in lines])
 
 
 def kept(r: Records) -> list[str]:
@@ -155,7 +167,7 @@ def kept(r: Records) -> list[str]:
     for arm in r.arms:
         for m in (m for m in r.models(arm) if m != BASE and "/" not in m):
             gain, score = r.over_seeds(r.gain_kept, arm, m), r.over_seeds(r.score_kept, arm, m)
-            out.append([arm, m, shown(gain, ".2f"), shown(score, ".2f"), shown(r.over_seeds(r.worst, arm, m))])
+            out.append([arm, m, r.shown(gain, ".2f"), r.shown(score, ".2f"), r.shown(r.over_seeds(r.worst, arm, m))])
     return _table(["arm", "model", "gain kept", "score kept", "change of the task that loses most"], out)
 
 
@@ -170,8 +182,15 @@ def sweep(r: Records) -> list[str]:
             m = "mean" if float(lam) * len(r.domains) == 1 else f"sum_{lam}"
             scores = [r.over_seeds(r.mean, arm, m, r.tasks), r.over_seeds(r.shrunk, arm, lam)]
             more = [r.over_seeds(r.mean, arm, m, r.tasks, k) for k in ("length", "leak")]
-            cells = [*(shown(x, ".3f") for x in scores), shown(r.over_seeds(lost, arm, m, lam))]
-            out.append([arm, lam, *cells, f"{np.mean(more[0]):.1f}", f"{np.mean(more[1]):.3f}"])
+            cells = [*(r.shown(x, ".3f") for x in scores), r.shown(r.over_seeds(lost, arm, m, lam))]
+            out.append(
+                [
+                    arm,
+                    lam,
+                    *cells,
+                    *(f"{np.mean(x):{f}}" if x else "" for x, f in zip(more, (".1f", ".3f"), strict=True)),
+                ]
+            )
     head = ["arm", "lambda", "sum of the experts", "one expert alone, own tasks", "difference", "length", "leakage"]
     return _table(head, out)
 
@@ -191,8 +210,8 @@ def matched(r: Records) -> list[str]:
     for arm, at, title in cases:
         e = f"{at}expert/"
         scales = [m["scale"] for (a, _, n), m in r.scored.items() if a == arm and n.startswith(e) and "scale" in m]
-        kept = [shown(r.over_seeds(r.gain_kept, arm, f"{at}sum_{lam}", e), ".2f") for lam in ("0.6", "1")]
-        own, others = shown(r.over_seeds(r.target, arm, e)), shown(r.over_seeds(r.others, arm, e))
+        kept = [r.shown(r.over_seeds(r.gain_kept, arm, f"{at}sum_{lam}", e), ".2f") for lam in ("0.6", "1")]
+        own, others = r.shown(r.over_seeds(r.target, arm, e)), r.shown(r.over_seeds(r.others, arm, e))
         out.append([title, f"{np.mean(scales) if scales else 1:.2f}", own, others, *kept])
     head = ["experts", "mean scale", "own tasks", "other domains", "gain kept, lambda 0.6", "gain kept, lambda 1"]
     return _table(head, out)
@@ -210,14 +229,15 @@ _WEIGHTS: tuple[tuple[str, str, Callable[[Row], float], str], ...] = (
 
 
 def weights(r: Records) -> list[str]:
-    rows = [[arm, *(shown(r.over_seeds(r.weight, arm, i), c[3]) for i, c in enumerate(_WEIGHTS))] for arm in r.arms]
+    rows = [[arm, *(r.shown(r.over_seeds(r.weight, arm, i), c[3]) for i, c in enumerate(_WEIGHTS))] for arm in r.arms]
     return _table(["arm", *(c[1] for c in _WEIGHTS)], rows)
 
 
 def leakage(r: Records) -> list[str]:
     def cells(of: Callable[..., float], *args: Any) -> list[str]:
         return [
-            shown(r.over_seeds(of, *args, k), f) for k, f in (("length", ".1f"), ("truncated", ".3f"), ("leak", ".3f"))
+            r.shown(r.over_seeds(of, *args, k), f)
+            for k, f in (("length", ".1f"), ("truncated", ".3f"), ("leak", ".3f"))
         ]
 
     out = [["", BASE, *cells(r.mean, "", BASE, r.tasks)]]
@@ -246,14 +266,18 @@ def costs(r: Records) -> list[str]:
         if not experts:
             return math.nan
         if way == "mixed":
-            return sum(cpu("mixed"))
+            return sum(cpu("mixed") or [math.nan])
         if way == "multi-stage, one order":  # its first stage is an expert
             later = [cpu(f"multi_stage/{m.removeprefix('stages/')}") for m in r.models(arm) if m.startswith("stages/")]
-            return float(np.mean([np.mean(experts) + sum(x) for x in later if x]))
-        return (max(experts) if waiting else sum(experts)) + (sum(cpu("adapted")) if "adapted" in way else 0.0)
+            return float(np.mean([np.mean(experts) + sum(x) for x in later if x])) if any(later) else math.nan
+        return (max(experts) if waiting else sum(experts)) + (
+            sum(cpu("adapted") or [math.nan]) if "adapted" in way else 0.0
+        )
 
     names = ("parallel", "parallel, adapted", "mixed", "multi-stage, one order")
-    rows = [[a, n, *(shown(r.over_seeds(ways, a, n, w), ".0f") for w in (False, True))] for a in r.main for n in names]
+    rows = [
+        [a, n, *(r.shown(r.over_seeds(ways, a, n, w), ".0f") for w in (False, True))] for a in r.main for n in names
+    ]
     return _table(["arm", "way", "CPU seconds", "seconds of waiting"], rows)
 
 
@@ -294,13 +318,15 @@ def signs(r: Records) -> list[str]:
             -1,
         ),
     ]
-    return _table(["claim", "measured", "verdict"], [[c, *_verdict(r.over_seeds(of), sign)] for c, of, sign in claims])
+    return _table(
+        ["claim", "measured", "verdict"], [[c, *_verdict(r, r.over_seeds(of), sign)] for c, of, sign in claims]
+    )
 
 
-def _verdict(values: Sequence[float], sign: int) -> tuple[str, str]:
+def _verdict(r: Records, values: Sequence[float], sign: int) -> tuple[str, str]:
     low, high = mean_interval(values)
     if not math.isfinite(low):
-        return shown(values), "not measured" if not values else "one seed"
+        return r.shown(values), "not measured" if not values else "one seed"
     if low > 0 or high < 0:
-        return shown(values), "reproduced" if (low > 0) == (sign > 0) else "opposite"
-    return shown(values), "not resolved"
+        return r.shown(values), "reproduced" if (low > 0) == (sign > 0) else "opposite"
+    return r.shown(values), "not resolved"
