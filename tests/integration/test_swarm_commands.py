@@ -149,7 +149,8 @@ def test_a_failed_node_is_named_with_its_last_words(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_nodes(tmp_path: Path) -> None:
     code = (
-        "import sys, subprocess, pathlib; from rich.console import Console; from coterie.swarm.launch import *\n"
+        "import signal, sys, subprocess, pathlib; from rich.console import Console; from coterie.swarm.launch import *\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
         f"p = pathlib.Path({str(tmp_path)!r}); log = p / 'log'; log.write_text('')\n"
         "c = Child(p, log, subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']))\n"
         "print(c.process.pid, flush=True); watch([c], 1, Console(quiet=True))\n"

@@ -95,7 +95,7 @@ def test_no_answer_is_wrong_and_counted() -> None:
 
 def test_weighted_sum_and_its_spelling() -> None:
     name = verifier_name({"numeric": 0.9, "format": 0.1}, "x")
-    assert parts(name) == [("format", 0.1), ("numeric", 0.9)]
+    assert parts(name) == (("format", 0.1), ("numeric", 0.9))
     with Scorer() as scorer:
         full, bare, wrong = scorer.score(
             [
