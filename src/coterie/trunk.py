@@ -123,10 +123,8 @@ def _attention(
     heads = [q.shape[1], k.shape[1], v.shape[1]]
     qkv = torch.cat([q, k.to(q.dtype), v.to(q.dtype)], 1).flatten(1)  # [N, (Hq + 2 Hk) d]
     n = len(packed.prompts.cells)
-    first, rest = (
-        _cells(qkv[:n], packed.prompts, d),
-        _cells(qkv[n : packed.tokens], packed.responses, d),
-    )  # [S, L, Hq + 2 Hk, d]
+    first = _cells(qkv[:n], packed.prompts, d)  # [P, Lp, Hq + 2 Hk, d]
+    rest = _cells(qkv[n : packed.tokens], packed.responses, d)  # [R, Lr, Hq + 2 Hk, d]
     pq, pk, pv = torch.split(first, heads, 2)  # [P, Lp, H, d]
     rq, rk, rv = torch.split(rest, heads, 2)  # [R, Lr, H, d]
     pairs = torch.cat([pk, pv], 2).index_select(0, packed.prompt_of)  # [R, Lp, 2 Hk, d]

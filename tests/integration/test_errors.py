@@ -9,22 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from short_run import SHORT
 
 from coterie.cli import main
 from coterie.models import TINY
 from coterie.rundir import read_jsonl
 
-BASE = """
-steps = 2
-threads = 1
-[tasks.count_bits]
-params = { min_n = 1, max_n = 1023 }
-[rollout]
-problems = 2
-[eval]
-problems = 2
-samples = 1
-"""
+BASE = f"steps = 2{SHORT}"
 
 
 def run(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:

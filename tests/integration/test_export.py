@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from short_run import SHORT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -16,17 +17,7 @@ from coterie.errors import UserError
 from coterie.export import export, public_config
 from coterie.rundir import read_jsonl
 
-CONFIG = """
-steps = 1
-threads = 1
-[tasks.count_bits]
-params = { min_n = 1, max_n = 1023 }
-[rollout]
-problems = 2
-[eval]
-problems = 2
-samples = 1
-"""
+CONFIG = f"steps = 1{SHORT}"
 
 
 def call(*args: str | Path) -> str:

@@ -9,23 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from short_run import SHORT
 
 from coterie.rundir import read_jsonl
 
-CONFIG = """
-threads = 1
-[tasks.count_bits]
-params = { min_n = 1, max_n = 1023 }
-[rollout]
-problems = 2
-[eval]
-problems = 2
-samples = 1
-"""
-
 
 def train(folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    (folder / "c.toml").write_text(CONFIG)
+    (folder / "c.toml").write_text(SHORT)
     places = {"HOME": str(folder / "home"), "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "coterie.cli", "train", "c.toml", "--run_dir", "run", *flags]
     return subprocess.run(command, cwd=folder, env={**os.environ, **places, **env}, capture_output=True, text=True)

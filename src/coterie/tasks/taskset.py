@@ -23,6 +23,7 @@ class TaskSet:
     def __init__(self, tasks: Mapping[str, Task], weights: Mapping[str, float]) -> None:
         self.tasks = dict(tasks)
         self.weights = dict(weights)
+        self._held_out: dict[tuple[str, int], list[Problem]] = {}  # made at the first evaluation, used by all
 
     def draw(self, stream: str, step: int, k: int, weights: Mapping[str, float] | None = None) -> list[Problem]:
         """``k`` training problems for ``step``; the task of each is drawn by weight (default: the config's).
@@ -57,7 +58,10 @@ class TaskSet:
         Raises:
             UserError: a task with fewer than ``n`` held-out problems.
         """
-        return {name: self._held_out(task, n) for name, task in self.tasks.items()}
+        for name, task in self.tasks.items():
+            if (name, n) not in self._held_out:
+                self._held_out[name, n] = self._distinct(task, n)
+        return {name: list(self._held_out[name, n]) for name in self.tasks}
 
     def problem_from_id(self, problem_id: str) -> Problem:
         """The problem of one of *this run's* tasks, with its suffix and verifier: what a peer's id is checked against.
@@ -71,7 +75,7 @@ class TaskSet:
                 return task.problem(parsed.index)
         raise UnknownProblem(f"problem {problem_id[:200]!r} is of no task of this run: {', '.join(self.tasks)}")
 
-    def _held_out(self, task: Task, n: int) -> list[Problem]:
+    def _distinct(self, task: Task, n: int) -> list[Problem]:
         found: dict[str, Problem] = {}
         for counter in range(n + MAX_TRIES):
             if len(found) == n:
