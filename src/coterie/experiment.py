@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -40,6 +41,8 @@ class Comparison(Section):
     axis: Axis = "end"
     """The values at the `end` of the runs, or (headline only) where both runs of a seed have made as many steps (`step`), have
     generated as many `tokens` or have used as much processor time (`cpu_s`): the most that both reach."""
+    family: str = ""
+    """Comparisons with the same word here are corrected together (Holm)."""
 
 
 class Experiment(Section):
@@ -62,7 +65,7 @@ class Experiment(Section):
     """Arm -> what it changes, merged into `config`; the key `nodes` sets the number of nodes, and the table `simulation` what
     a simulated swarm has of its own (:class:`coterie.simulate.Simulation`)."""
     compare: tuple[Comparison, ...] = ()
-    """Pairs of arms for paired tests over seeds, corrected together (Holm)."""
+    """Pairs of arms for paired tests over seeds, corrected by family (Holm)."""
     kind: Literal["runs", "parallel"] = "runs"
     """`runs`: every (arm, seed) is one run; `parallel`: experts, baselines and every merge of them (see parallel/study.py)."""
     orders: Literal["all", "in turn"] = "all"
@@ -119,7 +122,8 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def run_experiment(path: Path, out: Path, jobs: int, only: Sequence[str] = ()) -> Path:
-    """Run what is not done yet, ``jobs`` processes at a time, and write ``results.jsonl`` and ``table.md`` to ``out``.
+    """Run what is not done yet, ``jobs`` processes at a time; ``results.jsonl`` and ``table.md`` in ``out`` hold whatever is done
+    after each run, so a stopped experiment has them too.
 
     Raises:
         UserError: the file is wrong, or an unknown arm in ``only``.
@@ -140,12 +144,17 @@ def run_experiment(path: Path, out: Path, jobs: int, only: Sequence[str] = ()) -
         write_atomic(out / "table.md", tables(spec, found))
         return out / "table.md"
     _make_base(spec, out)
-    grid = [_job(spec, out, arm, seed) for seed in spec.seeds for arm in (only or spec.arms)]
-    _run_all([j for j in grid if not j.done], spec, out, jobs)
-    records = [_record(j, spec) for j in grid]
+    grid = [_job(spec, out, arm, seed) for seed in spec.seeds for arm in spec.arms]
+    _write_results(spec, out)
+    _run_all([j for j in grid if not j.done and (not only or j.arm in only)], spec, out, jobs)
+    return out / "table.md"
+
+
+def _write_results(spec: Experiment, out: Path) -> None:
+    grid = [_job(spec, out, arm, seed) for seed in spec.seeds for arm in spec.arms]
+    records = [_record(j, spec) for j in grid if j.done]
     write_atomic(out / "results.jsonl", "".join(dumps(r) + "\n" for r in records))
     write_atomic(out / "table.md", table(spec, records))
-    return out / "table.md"
 
 
 def _job(spec: Experiment, out: Path, arm: str, seed: int) -> Job:
@@ -153,19 +162,33 @@ def _job(spec: Experiment, out: Path, arm: str, seed: int) -> Job:
 
 
 def _run_all(todo: list[Job], spec: Experiment, out: Path, jobs: int) -> None:
+    """Whatever ends it, no process of it is left running."""
     running: dict[Job, subprocess.Popen[bytes]] = {}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for i, job in enumerate(todo):
-        while len(running) >= jobs:
-            _reap(running)
-        config = _write_config(spec, job.arm, out)
-        job.folder.mkdir(parents=True, exist_ok=True)
-        log = open(out / f"{job.arm}-{job.seed}.log", "ab")  # noqa: SIM115  (the child owns it)
-        running[job] = subprocess.Popen(job.command(config), stdout=log, stderr=log, env=environment)
-        log.close()
-        print(f"[{i + 1}/{len(todo)}] {job.arm} seed {job.seed}", flush=True)
-    while running:
-        _reap(running)
+    try:
+        for i, job in enumerate(todo):
+            while len(running) >= jobs:
+                _reap(running, spec, out)
+            running[job] = _start(job, spec, out)
+            print(f"[{i + 1}/{len(todo)}] {job.arm} seed {job.seed}", flush=True)
+        while running:
+            _reap(running, spec, out)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+
+
+def _start(job: Job, spec: Experiment, out: Path) -> subprocess.Popen[bytes]:
+    config = _write_config(spec, job.arm, out)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    if job.nodes > 1:  # the nodes of a swarm that was stopped are not all at the same step: it begins anew
+        for d in job.run_dirs:
+            (d / "DONE").unlink(missing_ok=True)
+            shutil.rmtree(d / "checkpoints", ignore_errors=True)
+    with open(out / f"{job.arm}-{job.seed}.log", "ab") as log:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(job.command(config), stdout=log, stderr=log, env=environment)
 
 
 def _write_config(spec: Experiment, arm: str, out: Path) -> Path:
@@ -199,19 +222,17 @@ def from_base(config: dict[str, Any], spec: Experiment, out: Path) -> dict[str, 
     return {**config, "model": {"name": str(out / "base" / "model"), **config.get("model", {})}}
 
 
-def _reap(running: dict[Job, subprocess.Popen[bytes]]) -> None:
-    for job, process in list(running.items()):
-        if process.poll() is None:
-            continue
-        del running[job]
-        if process.returncode != 0:
-            for other in running.values():
-                other.terminate()
-            raise CoterieError(
-                f"experiment: {job.arm} seed {job.seed} failed; see {job.folder.parents[2]}/{job.arm}-{job.seed}.log"
-            )
+def _reap(running: dict[Job, subprocess.Popen[bytes]], spec: Experiment, out: Path) -> None:
+    """Wait a moment, or note one run that has ended."""
+    ended = next((job for job, process in running.items() if process.poll() is not None), None)
+    if ended is None:
+        time.sleep(0.2)
         return
-    time.sleep(0.2)
+    if running.pop(ended).returncode != 0:
+        raise CoterieError(
+            f"experiment: {ended.arm} seed {ended.seed} failed; see {out / f'{ended.arm}-{ended.seed}.log'}"
+        )
+    _write_results(spec, out)
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -296,13 +317,16 @@ def _comparisons(spec: Experiment, of: dict[str, dict[int, dict[str, Any]]]) -> 
             pairs.append((c, compare_paired(first, other)))
     if not pairs:
         return []
-    adjusted = holm([done.p_t for _, done in pairs])
+    adjusted = dict[int, float]()
+    for family in {c.family for c, _ in pairs}:
+        of_family = [i for i, (c, _) in enumerate(pairs) if c.family == family]
+        adjusted |= zip(of_family, holm([pairs[i][1].p_t for i in of_family]), strict=True)
     lines = _header("comparison (paired over seeds)", "difference", "95% interval", "effect size", "p", "p (Holm)")
-    for (c, done), p in zip(pairs, adjusted, strict=True):
+    for i, (c, done) in enumerate(pairs):
         named = (f" ({c.metric})" if c.metric else "") + (f", {AXES[c.axis]}" if c.axis != "end" else "")
         lines.append(
             f"| {c.first} - {c.second}{named} | {done.difference:+.3f} | {done.low:+.3f} to {done.high:+.3f} "
-            f"| {done.effect:.2f} | {done.p_t:.3f} | {p:.3f} |"
+            f"| {done.effect:.2f} | {done.p_t:.3f} | {adjusted[i]:.3f}{f' ({c.family})' if c.family else ''} |"
         )
     return lines
 

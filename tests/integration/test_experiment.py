@@ -54,11 +54,14 @@ def test_grid_runs_resumes_and_tables(tmp_path: Path) -> None:
     assert "lr = 1e-06" in config and "seed = 1" in config
 
 
-def test_a_failing_run_is_named(tmp_path: Path) -> None:
-    path = spec_file(tmp_path, SPEC.replace("min_n = 1, max_n", "min_n = 1, max_m"))
-    with pytest.raises(CoterieError, match=r"alone seed 0 failed.*alone-0\.log"):
+def test_a_failing_run_is_named_and_what_is_done_is_kept(tmp_path: Path) -> None:
+    path = spec_file(tmp_path, SPEC.replace("lr = 1e-6", "lrr = 1e-6"))
+    with pytest.raises(CoterieError, match=r"slow seed 0 failed.*slow-0\.log"):
         run_experiment(path, tmp_path / "out", jobs=1)
-    assert "max_m" in (tmp_path / "out" / "alone-0.log").read_text()
+    assert "lrr" in (tmp_path / "out" / "slow-0.log").read_text()
+    records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [(r["arm"], r["seed"]) for r in records] == [("alone", 0)]
+    assert "| alone |" in (tmp_path / "out" / "table.md").read_text()
 
 
 BASE = """
@@ -85,7 +88,8 @@ def test_arms_start_from_the_base_that_is_made_first(tmp_path: Path) -> None:
 
 def test_comparisons_with_the_start_and_of_other_metrics(tmp_path: Path) -> None:
     """Two seeds; alone: 0 to 0.5 and 0.1 to 0.4 in accuracy, pass@2 0.1 to 0.9 and 0.2 to 0.8."""
-    compare = '\n[[compare]]\nfirst = "alone"\nsecond = "start"\nmetric = "eval/pass_2"\n'
+    compare = '\n[[compare]]\nfirst = "alone"\nsecond = "start"\nmetric = "eval/pass_2"\nfamily = "gain"\n'
+    compare += '[[compare]]\nfirst = "slow"\nsecond = "start"\nfamily = "gain"\n'
     spec = load_experiment(spec_file(tmp_path, SPEC.replace("[config]", BASE + "[config]") + compare))
     ends = {"alone": ((0.0, 0.5, 0.1, 0.9), (0.1, 0.4, 0.2, 0.8)), "slow": ((0.0, 0.1, 0.1, 0.1), (0.1, 0.2, 0.2, 0.2))}
     records = [
@@ -104,6 +108,10 @@ def test_comparisons_with_the_start_and_of_other_metrics(tmp_path: Path) -> None
     assert "| alone | 0.050 | 0.450 |" in text and "| 0.850 (0.150) |" in text
     assert "| alone - slow | +0.300 |" in text
     assert "| alone - start (eval/pass_2) | +0.700 |" in text
+    p = {line.split(" | ")[0]: line.split(" | ")[-2:] for line in text.splitlines() if " - " in line}
+    assert p["| alone - slow"] == ["0.205", "0.205 |"], "alone in its family: nothing to correct for"
+    assert p["| alone - start (eval/pass_2)"] == ["0.090", "0.181 (gain) |"], "two in the family: the smaller p twice"
+    assert p["| slow - start"] == ["0.500", "0.500 (gain) |"]
 
 
 def test_a_run_stops_at_its_budget_of_tokens_also_after_a_restart(tmp_path: Path) -> None:

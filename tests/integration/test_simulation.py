@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,19 @@ def test_an_experiment_of_swarms_records_curves(tmp_path: Path) -> None:
         assert points[-1]["cpu_s"] > 0 and points[-1]["low"] <= points[-1]["metric"] <= points[-1]["high"]
     seeds = [(tmp_path / "out/runs/shared" / f"seed_{s}/node_1/config.toml").read_text() for s in (1, 2)]
     assert "seed = 1001" in seeds[0] and "seed = 2001" in seeds[1]
+
+
+def test_a_swarm_stopped_between_two_nodes_begins_anew(tmp_path: Path) -> None:
+    path, out = tmp_path / "e.toml", tmp_path / "out"
+    path.write_text(SPEC.replace("seeds = [1, 2]", "seeds = [1]").partition("[arms.own")[0])
+    run_experiment(path, out, jobs=1)
+    first, second = (out / "runs" / "shared" / "seed_1" / f"node_{i}" for i in (0, 1))
+    (second / "DONE").unlink()
+    shutil.rmtree(second / "checkpoints")
+    run_experiment(path, out, jobs=1)
+    assert all([r["step"] for r in read_jsonl(d / "metrics.jsonl")] == [0, 1, 2] for d in (first, second))
+    assert all((d / "DONE").exists() for d in (first, second))
+    assert all(r["update/peer_groups"] > 0 for r in list(read_jsonl(second / "metrics.jsonl"))[1:])
 
 
 def test_curves_are_read_where_both_have_come_equally_far() -> None:
