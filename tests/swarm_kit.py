@@ -22,7 +22,12 @@ from coterie.swarm.wire import Limits, Message, encode_group
 from coterie.types import Group, Problem, Segment, Source, StopReason, Trajectory
 
 LIMITS = Limits(
-    message_bytes=65_536, decompressed_bytes=1 << 20, trajectories=16, response_tokens=64, response_chars=4096
+    message_bytes=65_536,
+    decompressed_bytes=1 << 20,
+    trajectories=16,
+    response_tokens=64,
+    response_chars=4096,
+    prompt_tokens=128,
 )
 ALPHABET = "0123456789+=? abcdefghijklmnopqrstuvwxyz"
 

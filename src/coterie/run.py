@@ -113,7 +113,7 @@ def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
             encoder=policy.encoder,
             problem_of=training_problems(tasks),
             score=partial(scorer.score, untrusted=True),
-            logprobs=own_logprobs(policy) if cfg.swarm.less_likely else None,
+            logprobs=own_logprobs(policy, cfg) if cfg.swarm.less_likely else None,
             hub=hub,
         )
         stack.callback(node.close)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.config import Config, config_from_dict
+from coterie.config import Config, TaskConfig, config_from_dict
 from coterie.errors import UserError
 from coterie.run import Run
 from coterie.simulate import simulate
 from coterie.swarm.frozen import contribute_rollouts
 from coterie.swarm.identity import peek_identity
 from coterie.swarm.likelihood import own_logprobs
+from coterie.swarm.yardstick import better
+from coterie.tasks.taskset import build_tasks
 
 
 def config(run_dir: Path, **swarm: Any) -> Config:
@@ -44,13 +48,18 @@ def weights(cfg: Config) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         return after, run.metrics
 
 
-def test_own_log_probs_of_peers_text_equal_those_at_sampling(tmp_path: Path) -> None:
-    """Groups of a node with the same weights: the band's view of them is the author's own."""
-    with Run(config(tmp_path / "a"), quiet=True) as run:
+@pytest.mark.parametrize("peer_loss", ["positive", "surrogate"])
+def test_own_log_probs_of_peers_text_equal_those_at_sampling(tmp_path: Path, peer_loss: str) -> None:
+    """Groups of a node with the same weights: the yardstick's view of what the loss would use is the author's own."""
+    cfg = config(tmp_path / "a")
+    cfg = cfg.model_copy(update={"loss": cfg.loss.model_copy(update={"peer_loss": peer_loss})})
+    with Run(cfg, quiet=True) as run:
         groups = run.trainer._own_groups().groups
-        found = own_logprobs(run.trainer.policy)(groups)
+        found = own_logprobs(run.trainer.policy, cfg)(groups)
+    assert any(g.informative for g in groups)
     for group, rows in zip(groups, found, strict=True):
-        for t, row in zip(group.trajectories, rows, strict=True):
+        used = better(group) if peer_loss == "positive" else group.trajectories
+        for t, row in zip(used, rows, strict=True):
             np.testing.assert_allclose(row, t.behavior_logprobs[t.prompt_length :], atol=1e-4)
 
 
@@ -94,6 +103,33 @@ def test_a_frozen_model_contributes_and_a_node_trains_on_what_it_wrote(tmp_path:
         assert {p["node"]: p["used"] for p in run.trainer.node.peers()} == {me: run.metrics["update/peer_groups"]}
     assert said[0].startswith("step 1: sharing")
     assert {p.name for p in (tmp_path / "frozen").iterdir()} == {"identity.pem", "identity.pem.session"}
+
+
+def test_a_node_learns_from_a_dataset_that_only_a_trusted_peer_has(tmp_path: Path) -> None:
+    source = build_tasks(config(tmp_path).tasks)
+    lines = [
+        {"prompt": p.metadata["question"], "answer": p.metadata["entry"]["answer"], "verifier": "numeric"}
+        for p in source.draw("lines", 0, 40)
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shared = {"exchange": "local", "path": str(tmp_path / "swarm.sqlite")}
+    owner = config(tmp_path / "owner", send_problems=True, **shared)
+    suffix = source.tasks["count_bits"].suffix
+    mine = {"mine": TaskConfig(kind="jsonl", path=str(tmp_path / "mine.jsonl"), suffix=suffix)}
+    taken = {}
+    with ExitStack() as stack:
+        giver = stack.enter_context(Run(owner.model_copy(update={"tasks": mine}), quiet=True))
+        trust = {"believer": [giver.trainer.node.author], "doubter": []}
+        takers = {
+            name: stack.enter_context(Run(config(tmp_path / name, trust=ids, **shared), quiet=True))
+            for name, ids in trust.items()
+        }
+        giver.advance()
+        for name, run in takers.items():
+            run.advance()
+            taken[name] = run.metrics["update/peer_groups"], run.metrics.get("swarm/refused/other_task", 0)
+    assert taken["believer"][0] > 0 and taken["believer"][1] == 0
+    assert taken["doubter"][1] > 0
 
 
 def test_a_contributor_needs_an_exchange(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import swarm_kit as kit
@@ -17,11 +18,14 @@ from coterie.errors import UserError
 from coterie.swarm.build import open_node
 from coterie.swarm.controller import AdaptiveShare
 from coterie.swarm.exchange import Request, Status
+from coterie.swarm.identity import Identity
 from coterie.swarm.memory import MemoryHub
 from coterie.swarm.node import SoloNode, State, SwarmNode
 from coterie.swarm.pool import Entry, Pool
-from coterie.swarm.wire import encode_group
-from coterie.types import StopReason
+from coterie.swarm.wire import Statement, encode_group, sign_body
+from coterie.tasks.base import split_of_text
+from coterie.tasks.taskset import split_of
+from coterie.types import Group, Problem, StopReason
 
 
 def publish(node: SwarmNode, indices: range, version: int = 0) -> None:
@@ -333,3 +337,44 @@ def test_open_node_builds_what_the_config_says_and_refuses_a_second(tmp_path: Pa
     for section, text in bad:
         with pytest.raises(UserError, match=text):
             open_node(cfg.model_copy(update={"swarm": section}), **parts)
+
+
+def stated(me: Identity, index: int, question: str, verifier: str = "exact", state: bool = True) -> bytes:
+    """A frame with a problem of a dataset that only its author has."""
+    p = Problem(f"jsonl/0123456789ab#{index}", "mine", f"{question} Say it.", "7", verifier, {"question": question})
+    rows = tuple(kit.trajectory(p, t) for t in ("7", "8"))
+    group = Group(f"{me.name}/{index}", p, me.node_id, 0, kit.encoder().tokenizer_hash, rows)
+    return encode_group(group, me, "swarm", seq=index, sent_ms=0, state=state).frame
+
+
+def questions(split: str) -> list[str]:
+    return [q for q in (f"what is {i}?" for i in range(200)) if split_of_text(q) == split]
+
+
+def test_a_dataset_problem_is_taken_at_the_word_of_a_trusted_author_only() -> None:
+    hub = MemoryHub()
+    me, frames = kit.person(1), hub.join()
+    node = kit.node(hub, 2)
+    node._rebuild.trusted = frozenset([me.node_id])
+    wary = kit.node(hub, 3)
+    train, held_out = questions("train"), questions("eval")
+    frames.publish([stated(me, 0, train[0]), stated(me, 1, held_out[0]), stated(me, 2, train[1], "task")])
+    frames.publish([stated(me, 3, train[2], state=False), stated(me, 4, train[3], "exact+numeric*x"),
+                    stated(me, 5, train[4] * 20)])  # fmt: skip
+    (got,) = node.collect(0)
+    assert got.problem.id == "jsonl/0123456789ab#0" and got.problem.task == f"mine@{me.name}"
+    assert [t.reward for t in got.trajectories] == [1.0, 0.0]  # scored here, by the stated answer
+    assert got.problem.prompt == f"{train[0]} Say it." and split_of(got.problem) == "train"
+    refused = {k: node.metrics()[f"swarm/refused/{k}"] for k in ("held_out", "problem", "other_task", "too_long")}
+    assert refused == {"held_out": 1, "problem": 2, "other_task": 1, "too_long": 1}
+    assert wary.collect(0) == [] and wary.metrics()["swarm/refused/other_task"] == 6
+
+
+def test_a_stated_problem_does_not_replace_an_own_one() -> None:
+    """Who is trusted for what is not here cannot change what is."""
+    me = kit.person(1)
+    rebuild = kit.rebuilder()
+    rebuild.trusted = frozenset([me.node_id])
+    body = kit.message(me, 3).body
+    lie = msgspec.structs.replace(body, statement=Statement("3+4=?", "", "8", "exact"))
+    assert rebuild.group(sign_body(lie, me, "swarm")).problem.reference == "7"

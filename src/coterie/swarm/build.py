@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -62,12 +63,13 @@ def open_node(
         trajectories=swarm.max_trajectories,
         response_tokens=longest,
         response_chars=64 * longest,
+        prompt_tokens=cfg.rollout.max_prompt_tokens,
     )
     return SwarmNode(
         swarm,
         identity,
         exchange,
-        Rebuilder(problem_of, encoder, limits, Counter()),
+        Rebuilder(problem_of, encoder, limits, Counter(), _node_ids("trust", swarm.trust)),
         score,
         access=access,
         share=AdaptiveShare(swarm.peer_groups) if swarm.ratio == "adaptive" else FixedShare(swarm.peer_groups),
@@ -99,11 +101,15 @@ def training_problems(tasks: TaskSet) -> ProblemFn:
 
 
 def make_access(swarm: SwarmConfig) -> Access:
-    for node in swarm.allow:
-        if len(node) != 64 or set(node) - set("0123456789abcdef"):
-            raise UserError(f"swarm.allow: {node!r} is not a node id (64 hex digits; see `coterie swarm identity`)")
     invite = read_invite(swarm.invite_file) if swarm.invite_file else None
-    return Access(swarm.name, allow=frozenset(swarm.allow), invite=invite)
+    return Access(swarm.name, allow=_node_ids("allow", swarm.allow), invite=invite)
+
+
+def _node_ids(setting: str, nodes: Collection[str]) -> frozenset[str]:
+    for node in nodes:
+        if len(node) != 64 or set(node) - set("0123456789abcdef"):
+            raise UserError(f"swarm.{setting}: {node!r} is not a node id (64 hex digits; see `coterie swarm identity`)")
+    return frozenset(nodes)
 
 
 def identity_path(cfg: Config) -> Path:

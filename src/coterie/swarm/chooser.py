@@ -21,6 +21,7 @@ from coterie.swarm.yardstick import WINDOW, Yardstick, better
 from coterie.types import Group
 
 LogprobFn = Callable[[Sequence[Group]], Sequence[Sequence[NDArray[np.float32]]]]
+_BREACH = ("breach", "an answer broke the scorer's bounds")
 MARGIN = 3  # messages asked for per peer group wanted: some are uninformative, late or refused
 
 
@@ -52,16 +53,21 @@ class Chooser:
             todo = [i for i in order if i in self.pool.entries and not self.pool.entries[i].scored]
             if len(chosen) >= goal or not todo or time.monotonic() > deadline:
                 return select(ready, wanted, self.cfg.selection, seed, quotas)
-            for i in todo[: max(1, goal - len(chosen))]:
-                self._score(self.pool.entries[i])
+            self._score([self.pool.entries[i] for i in todo[: max(1, goal - len(chosen))]])
 
-    def _score(self, entry: Entry) -> None:
-        group, breach = score_group(entry.group, self._score_fn)
-        self.counts["scored"] += 1
-        self.counts["informative"] += group.informative
-        self.counts["rewards"] += len(group.valid_rewards)
-        self.counts["reward_sum_1e6"] += round(1e6 * sum(group.valid_rewards))
-        unfit = ("breach", "an answer broke the scorer's bounds") if breach else self._unfit(group, entry.copied)
+    def _score(self, entries: Sequence[Entry]) -> None:
+        scored = [(entry, *score_group(entry.group, self._score_fn)) for entry in entries]
+        unfit = {g.id: _BREACH if breach else self._unfit(g, e.copied) for e, g, breach in scored}
+        unfit |= self._implausible([g for _, g, _ in scored if g.informative and unfit[g.id] is None])
+        for entry, group, _ in scored:
+            self.counts["scored"] += 1
+            self.counts["informative"] += group.informative
+            self.counts["rewards"] += len(group.valid_rewards)
+            self.counts["reward_sum_1e6"] += round(1e6 * sum(group.valid_rewards))
+            self._sort(entry, group, unfit[group.id])
+
+    def _sort(self, entry: Entry, group: Group, unfit: tuple[str, str] | None) -> None:
+        """Keep a scored group in the pool, or remove it and say why. ``unfit``: kind and text of what is wrong with it."""
         if unfit is not None:
             self.pool.remove(group.id, unfit[0])
             self._intake.refuse(group.author, WireError(*unfit, signed=True), self._now)
@@ -84,14 +90,16 @@ class Chooser:
         if self.yardstick.too_long(group):
             limit = self.yardstick.longest(group.problem.task)
             return "longer", f"a right answer of over {limit:.0f} tokens; own ones are shorter"
-        if (
-            self._logprobs is not None
-            and self.cfg.less_likely
-            and self.yardstick.implausible(self._logprobs([group])[0])
-        ):
-            limit = self.yardstick.least_likely()
-            return "implausible", f"{WINDOW} tokens with a mean log-prob below {limit:.1f} here"
         return None
+
+    def _implausible(self, groups: Sequence[Group]) -> dict[str, tuple[str, str] | None]:
+        """By id, what is wrong with those groups that this node could hardly have written."""
+        limit = self.yardstick.least_likely()
+        if self._logprobs is None or not groups or limit == -np.inf:
+            return {}
+        said = "implausible", f"{WINDOW} tokens with a mean log-prob below {limit:.1f} here"
+        rows = zip(groups, self._logprobs(groups), strict=True)
+        return {g.id: said for g, logprobs in rows if self.yardstick.implausible(logprobs)}
 
     def _quotas(self, wanted: int, fit: set[str]) -> Quotas:
         """An author's share counts those who have something ``fit`` now or had lately, not those who only send."""

@@ -118,6 +118,7 @@ class SwarmNode:
                     sent_ms=int(self._clock() * 1000),
                     token_ids=self.cfg.token_ids,
                     logprobs=self.cfg.logprobs,
+                    state=self.cfg.send_problems,
                 )
             except WireError:
                 self._counts["unsendable"] += 1

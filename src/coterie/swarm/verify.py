@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from coterie.errors import CoterieError
+from coterie.swarm.identity import short_name
 from coterie.swarm.wire import (
+    STATED,
     Limits,
     Message,
     WireError,
@@ -26,6 +28,8 @@ from coterie.swarm.wire import (
     unpack_ids,
     unpack_logprobs,
 )
+from coterie.tasks.base import split_of_text
+from coterie.tasks.composite import parts
 from coterie.types import Group, Problem, Segment, Source, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -44,6 +48,7 @@ class ScoreLike(Protocol):
 
 ScoreFn = Callable[[list[tuple[Problem, str]]], Sequence[ScoreLike]]
 ProblemFn = Callable[[str], Problem]
+STATED_VERIFIERS = ("exact", "numeric", "math", "code", "format")
 
 
 @dataclass
@@ -56,12 +61,14 @@ class Rebuilder:
         encoder: this node's tokenizer.
         limits: bounds on response tokens, applied after re-encoding too.
         counts: what happened to trajectories: ``same_tokenizer``, ``reencoded``, ``other_prompt``, ``text_differs``.
+        trusted: node ids of authors whose word is taken for problems of a dataset that is not here.
     """
 
     problem_of: ProblemFn
     encoder: PromptEncoder
     limits: Limits
     counts: Counter[str]
+    trusted: frozenset[str] = frozenset()
 
     def group(self, message: Message) -> Group:
         """Raises WireError: ``other_task``, ``held_out``, ``problem``, ``shape``, ``too_long``, ``injection``."""
@@ -71,10 +78,16 @@ class Rebuilder:
         except WireError:
             raise
         except CoterieError as e:
-            raise WireError("other_task", str(e), signed=True) from e
+            if body.statement is None or message.author not in self.trusted:
+                raise WireError("other_task", str(e), signed=True) from e
+            problem = stated_problem(message)
         if digest_prompt(problem.prompt) != body.prompt:
             raise WireError("problem", f"{body.problem!r} is another problem here than at its author", signed=True)
         prompt = np.asarray(self.encoder.prompt_ids(problem.prompt), np.int32)
+        if len(prompt) > self.limits.prompt_tokens:
+            raise WireError(
+                "too_long", f"a prompt of {len(prompt)} tokens, at most {self.limits.prompt_tokens}", signed=True
+            )
         same = body.tokenizer == self.encoder.tokenizer_hash
         rows = tuple(self._trajectory(t, prompt, same) for t in body.trajectories)
         return Group(message.id.hex(), problem, message.author, body.policy_version, body.tokenizer, rows)
@@ -149,6 +162,27 @@ class Rebuilder:
         for kind, run in groupby(range(len(ids)), key=lambda i: int(source[i])):
             out.append(Segment(Source(kind), self.encoder.decode(ids[list(run)])))
         return tuple(out)
+
+
+def stated_problem(message: Message) -> Problem:
+    """A dataset's problem as its author states it, under the author's name so that it never mixes with an own task.
+
+    Raises WireError: ``held_out`` (by its text, the same rule on every node), ``problem`` (of no dataset, or a verifier
+    that needs more than the answer).
+    """
+    body, s = message.body, message.body.statement
+    assert s is not None
+    try:
+        own_words = all(name in STATED_VERIFIERS for name, _ in parts(s.verifier))
+    except CoterieError:
+        own_words = False
+    if not own_words or not body.problem.startswith(STATED):
+        text = f"{body.problem[:200]!r} with verifier {s.verifier!r} cannot be taken at its author's word"
+        raise WireError("problem", text, signed=True)
+    if split_of_text(s.question) == "eval":
+        raise WireError("held_out", f"{body.problem[:200]!r} is held out for evaluation", signed=True)
+    name = f"{body.task}@{short_name(message.author)}"
+    return Problem(body.problem, name, s.question + s.suffix, s.answer, s.verifier, {"question": s.question})
 
 
 def score_group(group: Group, score: ScoreFn) -> tuple[Group, bool]:

@@ -10,7 +10,7 @@
 The signature covers the bytes as they travel, never a re-encoding, and the swarm's name, so that a group of one swarm
 is no group of another. There is **no reward on the wire**, not even a claimed one: the receiver scores for itself.
 There is no prompt and no answer either: the problem id names them and the receiver makes them again
-(:mod:`coterie.swarm.verify`).
+(:mod:`coterie.swarm.verify`). Only a dataset's problem may be stated (:class:`Statement`), for receivers who trust its author.
 
 Sizes are checked before anything of that size is allocated: the frame before it is parsed, the decompressed size before
 decompression, counts and lengths by the decoder before it builds a list or a string. Versions are not negotiated: an
@@ -32,11 +32,12 @@ from numpy.typing import NDArray
 
 from coterie.errors import CoterieError
 from coterie.swarm.identity import Identity, verify_signature
-from coterie.types import Group, Source, StopReason, Trajectory
+from coterie.types import Group, Problem, Source, StopReason, Trajectory
 
 MAGIC = b"ctrG"
 VERSION = 1
 HEADER = len(MAGIC) + 1 + 32 + 64
+STATED = "jsonl/"  # ids of problems that only the holder of a file can make
 _DOMAIN = b"coterie/group/v1\0"
 _LEVEL = 3  # a typical group in 0.05 ms; level 6 takes 0.6 ms to save 2%
 _LOGPROB_MIN, _LOGPROB_MAX = -10_000.0, 0.01  # rounding may put a log-prob a hair above 0
@@ -85,7 +86,16 @@ class WireTrajectory(msgspec.Struct, forbid_unknown_fields=True, frozen=True, om
     logprobs: Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)] = b""
 
 
-class WireGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class Statement(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A dataset's problem in full. ``prompt`` = ``question`` + the author's suffix."""
+
+    question: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT)]
+    suffix: Annotated[str, Meta(max_length=MAX_TEXT)]
+    answer: Annotated[str, Meta(max_length=MAX_TEXT)]
+    verifier: _Name
+
+
+class WireGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """All answers to one problem. ``session`` and ``seq`` order an author's messages; ``policy_version`` gives their
     age; ``sent_ms`` (wall clock) is used for nothing but to notice a clock that is wrong."""
 
@@ -98,6 +108,7 @@ class WireGroup(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     seq: _Count
     sent_ms: _Count
     trajectories: Annotated[list[WireTrajectory], Meta(min_length=1, max_length=MAX_TRAJECTORIES)]
+    statement: Statement | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,7 @@ class Limits:
     trajectories: int = 64
     response_tokens: int = 4096
     response_chars: int = 65_536
+    prompt_tokens: int = 4096  # of the prompt as this node encodes it
 
 
 @dataclass(frozen=True)
@@ -153,8 +165,10 @@ def encode_group(
     sent_ms: int,
     token_ids: bool = True,
     logprobs: Literal["none", "float16", "float32"] = "float16",
+    state: bool = False,
 ) -> Message:
-    """Encode, compress and sign. Failed trajectories are left out: they are neither right nor wrong.
+    """Encode, compress and sign. Failed trajectories are left out: they are neither right nor wrong. ``state``: send a
+    dataset's problem in full.
 
     Raises:
         WireError: nothing left to send, or the group breaks the format's own limits.
@@ -170,6 +184,7 @@ def encode_group(
         seq=seq,
         sent_ms=sent_ms,
         trajectories=rows,
+        statement=_statement(group.problem) if state and group.problem.id.startswith(STATED) else None,
     )
     return sign_body(body, identity, swarm)
 
@@ -275,6 +290,11 @@ def _decompress(data: bytes, limits: Limits) -> bytes:
         )
     except (zstandard.ZstdError, MemoryError) as e:
         raise WireError("format", f"not a zstd frame: {e}", signed=True) from e
+
+
+def _statement(problem: Problem) -> Statement:
+    question = problem.metadata["question"]
+    return Statement(question, problem.prompt.removeprefix(question), problem.reference or "", problem.verifier)
 
 
 def _wire_trajectory(t: Trajectory, token_ids: bool, logprobs: str) -> WireTrajectory:
