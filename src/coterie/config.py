@@ -349,6 +349,10 @@ class SwarmConfig(Section):
     """Private key file of this node; created on first use. Empty: identity.pem in the run directory."""
     allow: tuple[str, ...] = ()
     """Node ids whose groups are taken. Empty: everybody's."""
+    trust: tuple[str, ...] = ()
+    """Node ids whose dataset problems are taken with the text and answer that they send, if the file is not here too."""
+    send_problems: bool = False
+    """Send the text and answer of dataset problems along, for peers who trust this node. Everybody in the swarm can read them."""
     invite_file: str = ""
     """File with the swarm's shared secret (`coterie swarm invite FILE`): messages are sealed with it."""
     path: str = ""
