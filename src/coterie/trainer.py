@@ -175,9 +175,10 @@ class Trainer:
         metrics: dict[str, float] = {}
         loss_cfg, capped = self._capped(parts, real)
         for _ in range(cfg.optim.updates):
-            outputs, critic = [], []
+            outputs, critic, computed = [], [], []
             for i, part in enumerate(parts):
                 stats = self.policy.logprobs(part)
+                computed.append((stats.layout, stats.tokens))
                 reference = self.policy.reference_logprobs(part) if cfg.loss.kl_coef > 0 else None
                 at_start = old.setdefault(i, stats.detach())
                 outputs.append(policy_loss(stats, part, loss_cfg, at_start.logprobs, reference))
@@ -187,7 +188,7 @@ class Trainer:
                     loss = loss + critic[-1].loss
                 self.policy.backward(loss if i < real else 0.0 * loss)
             done = self.policy.step(self._lr())
-            metrics = loss_metrics(self._all(outputs[:real])) | critic_metrics(critic)
+            metrics = loss_metrics(self._all(outputs[:real])) | critic_metrics(critic) | layout_metrics(computed)
         metrics["policy/nothing_to_train"] = 0.0
         return metrics | capped | step_metrics(done, self._lr())
 
@@ -271,6 +272,13 @@ def mean_reward(groups: Sequence[Group]) -> float:
     """Mean reward of all answers trained on, whoever wrote them: a biased figure (the groups have passed filters)."""
     rewards = [r for g in groups for r in g.valid_rewards]
     return sum(rewards) / len(rewards) if rewards else 0.0
+
+
+def layout_metrics(computed: Sequence[tuple[str, int]]) -> dict[str, float]:
+    """Share of the micro-batches (layout, tokens) computed in each layout, and tokens that went through the layers."""
+    layouts = [layout for layout, _ in computed]
+    shares = {f"update/layout/{name}": layouts.count(name) / len(layouts) for name in sorted(set(layouts))}
+    return shares | {"update/computed_tokens": float(sum(tokens for _, tokens in computed))}
 
 
 def step_metrics(done: StepResult, lr: float) -> dict[str, float]:

@@ -14,6 +14,7 @@ from coterie.config import ModelConfig
 from coterie.forward import Forward
 from coterie.models_io import add_lora
 from coterie.packing import pack
+from coterie.trainer import layout_metrics
 
 LAYOUT = {
     "llama": "packed",
@@ -115,6 +116,21 @@ def test_window_models_stay_padded_only_where_the_window_bites() -> None:
     short = collate([group("a", trajectory([2, 3], [4, 1]), trajectory([2, 3], [5, 6, 1]))], [[1.0, -1.0]], "me")
     assert forward(short).layout == "packed"
     assert forward(mixed_batch()).layout == "padded"
+
+
+@pytest.mark.parametrize(("prompt", "answer", "want"), [(60, 4, "tree"), (2, 60, "padded")])
+def test_long_answers_to_a_short_prompt_are_not_worth_a_dense_tree(prompt: int, answer: int, want: str) -> None:
+    """A model without the packed layout: one dense mask over all answers against one row each, by cost, and equal either way."""
+    model = tiny_model("gpt2").eval()
+    ids = [2 + i % 50 for i in range(prompt)]
+    rows = [trajectory(ids, [2 + (7 * k + i) % 50 for i in range(answer)]) for k in range(8)]
+    batch = collate([group("a", *rows)], [[1.0, -1.0] * 4], "me")
+    got = Forward(model)(batch)
+    assert got.layout == want
+    assert torch.allclose(got.logprobs.double(), naive_stats(double(model), batch)[0], rtol=1e-5, atol=2e-5)
+    dense = batch.input_ids.numel() if want == "tree" else prompt + 8 * answer
+    assert layout_metrics([(got.layout, got.tokens)])[f"update/layout/{want}"] == 1.0
+    assert (got.tokens < dense) == (want == "tree")
 
 
 def test_a_model_whose_head_is_not_plain_uses_its_own_logits() -> None:
