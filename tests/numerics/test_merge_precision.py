@@ -69,21 +69,21 @@ def test_me13_a_merged_adapter_leaves_the_bases_tensor_names_and_shapes(tmp_path
     assert not list((tmp_path / "out").glob("adapter*"))
 
 
-@pytest.mark.parametrize("kind", ["same types", "other types", "adapter"])
+@pytest.mark.parametrize("kind", ["same types", "bf16", "f16", "other types", "adapter"])
 def test_the_gram_pass_is_exact_whoever_stores_what_and_however_the_work_is_shared(tmp_path, kind) -> None:
     shapes = {f"{Q}.weight": (400, 700), "model.norm.weight": (5000,)}  # pieces, a rest, several spans under 8 MiB
-    base = weights(0, shapes=shapes)
-    full = [weights(k, base, shapes=shapes) for k in (1, 2)]
+    stored = {"bf16": torch.bfloat16, "f16": torch.float16}.get(kind, torch.float32)
+    base = {n: t.to(stored) for n, t in weights(0, shapes=shapes).items()}
+    full = [weights(k, base, shapes=shapes) for k in range(1, 7 if stored == torch.bfloat16 else 3)]
+    full = [{n: t.to(stored) for n, t in e.items()} for e in full]
     b = save(tmp_path / "base", base)
-    paths = [save(tmp_path / "e0", full[0])]
+    if kind == "other types":
+        full[1] = {n: t.bfloat16() for n, t in full[1].items()}
+    paths = [save(tmp_path / f"e{k}", e) for k, e in enumerate(full)]
     if kind == "adapter":
-        paths.append(save_adapter(tmp_path / "e1", {Q: 3}, base, 2))
+        paths[1] = save_adapter(tmp_path / "e1_adapter", {Q: 3}, base, 2)
         merge(make_recipe(b, paths[1:], dtype="float32"), tmp_path / "whole")
         full[1] = load(tmp_path / "whole")
-    else:
-        if kind == "other types":
-            full[1] = {n: t.bfloat16() for n, t in full[1].items()}
-        paths.append(save(tmp_path / "e1", full[1]))
     inputs = open_inputs(b, make_recipe(b, paths).experts)
     flat = torch.stack([torch.cat([(e[n].double() - base[n].double()).flatten() for n in shapes]) for e in full])
     want = flat @ flat.T
@@ -92,3 +92,13 @@ def test_the_gram_pass_is_exact_whoever_stores_what_and_however_the_work_is_shar
     assert torch.equal(got[1, 64], got[3, 64])
     for g in got.values():
         assert float(((g - want) / scale).abs().max()) < 1e-7
+
+
+def test_the_gram_pass_does_not_hide_a_nan(tmp_path) -> None:
+    base = weights(0)
+    broken = {n: t.clone() for n, t in weights(1, base).items()}
+    broken[f"{Q}.weight"][0, 3] = float("nan")
+    b = save(tmp_path / "base", base)
+    paths = [save(tmp_path / "a_good", weights(2, base)), save(tmp_path / "broken", broken)]
+    got = gram_pass(open_inputs(b, make_recipe(b, paths).experts))
+    assert got.isnan().tolist() == [[False, True], [True, True]]

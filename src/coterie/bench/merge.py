@@ -8,8 +8,8 @@ the best of the repeats counts.
 from __future__ import annotations
 
 import json
-import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from coterie.errors import UserError
 
 OURS = """
 import sys
@@ -31,13 +33,16 @@ EXPERTS = 4
 DENSITY = 0.25  # divides every tensor's size, so that rounding k up (ours) or down (mergekit) is the same
 
 
-def run(millions: float = 188, repeats: int = 3, env: str | None = None) -> dict[str, Any]:
+def run(millions: float = 188, repeats: int = 3, env: str | None = None, part: str = "") -> dict[str, Any]:
     """Measure on synthetic Llama-shaped bf16 models of ``millions`` parameters.
 
     Args:
         env: folder of the environment with mergekit; default COTERIE_BENCH_ENV or ``.venv-bench``. Without mergekit there, its
             figures are None and ``mergekit_missing`` says why.
+        part: ``gram`` measures the Gram pass only.
     """
+    if part not in ("", "gram"):
+        raise UserError(f"bench merge --part {part}: gram, or leave it out for everything")
     place = Path(env or os.environ.get("COTERIE_BENCH_ENV", ".venv-bench")).absolute()
     program = place / "bin" / "mergekit-yaml"
     with tempfile.TemporaryDirectory(prefix="coterie-bench-merge-") as scratch:
@@ -51,6 +56,8 @@ def run(millions: float = 188, repeats: int = 3, env: str | None = None) -> dict
             "load_average": os.getloadavg(),
         }
         out["gram"] = _apart("gram_rate", base, experts, repeats)
+        if part:
+            return out
         if not program.is_file():
             out["mergekit_missing"] = f"{program} is not there"
         arms: dict[str, Callable[[Path], list[str]]] = {}
@@ -122,10 +129,11 @@ def models(folder: Path, millions: float, dtype: str) -> tuple[Path, list[Path]]
 
 
 def gram_rate(base: Path, experts: list[Path], repeats: int) -> dict[str, Any]:
-    """Seconds of the Gram pass against reading and converting the same bytes to fp32 by one thread, as a loader does it.
+    """The Gram pass against reading and converting the same bytes to fp32 by one thread, as a loader does it.
 
-    The pass uses a thread per core. ``rate_share`` is by the clock; on a busy machine it says nothing, so the CPU seconds of both
-    are given too: their ratio is the share on one core, and ``rate_share_if_cores_were_free`` what all cores would give.
+    The two take turns; every figure is the median over the repeats, shares are medians of the ratios within a repeat.
+    ``rate_share_on_one_core`` compares CPU seconds, both with one thread. ``rate_share`` is by the clock, with a thread per core
+    for the pass; on a busy machine it says nothing.
     """
     import torch
 
@@ -146,29 +154,28 @@ def gram_rate(base: Path, experts: list[Path], repeats: int) -> dict[str, Any]:
                         reader.rows(info, first, last).to(torch.float32)
 
     ways: dict[str, Callable[[], object]] = {
-        "read": read_and_convert,
+        "read_and_convert": read_and_convert,
         "gram": lambda: gram_pass(inputs),
         "gram_one_thread": lambda: gram_pass(inputs, threads=1),
     }
-    read_and_convert()  # fills the page cache
-    best = {name: (math.inf, math.inf) for name in ways}  # wall, CPU
-    for _ in range(repeats):
+    found: dict[str, list[float]] = {f"{name}_{clock}": [] for name in ways for clock in ("s", "cpu_s")}
+    for repeat in range(repeats + 1):
         for name, do in ways.items():
             wall, cpu = time.perf_counter(), time.process_time()
             do()
-            found = time.perf_counter() - wall, time.process_time() - cpu
-            best[name] = min(best[name][0], found[0]), min(best[name][1], found[1])
-    read, gram, alone = (best[n] for n in ways)
+            if repeat:  # the first fills the page cache and compiles the kernel
+                found[f"{name}_s"].append(time.perf_counter() - wall)
+                found[f"{name}_cpu_s"].append(time.process_time() - cpu)
+
+    def share(clock: str, way: str) -> float:
+        pairs = zip(found[f"read_and_convert_{clock}"], found[f"{way}_{clock}"], strict=True)
+        return round(statistics.median(read / gram for read, gram in pairs), 3)
+
     return {
         "threads": threads,
-        "read_and_convert_s": round(read[0], 3),
-        "gram_s": round(gram[0], 3),
-        "rate_share": round(read[0] / gram[0], 3),
-        "read_and_convert_cpu_s": round(read[1], 3),
-        "gram_cpu_s": round(gram[1], 3),
-        "gram_one_thread_cpu_s": round(alone[1], 3),
-        "rate_share_on_one_core": round(read[1] / alone[1], 3),
-        "rate_share_if_cores_were_free": round(read[1] / (gram[1] / threads), 3),
+        **{name: round(statistics.median(seconds), 4) for name, seconds in found.items()},
+        "rate_share": share("s", "gram"),
+        "rate_share_on_one_core": share("cpu_s", "gram_one_thread"),
     }
 
 

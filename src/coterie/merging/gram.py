@@ -1,4 +1,4 @@
-"""Inner products of deltas, exactly: fp32 products summed within rows or pieces of 4096 values, fp64 across them."""
+"""Inner products of deltas, exactly: fp32 products summed within a row or a piece of 2048 values, fp64 across them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from coterie.merging.checkpoints import PLAIN, Reader, TensorInfo
+from coterie.merging.checkpoints import Reader, TensorInfo
 from coterie.merging.deltas import Span, blocks_of, one_thread_each, row_blocks
 from coterie.merging.inputs import Entry, Full, Inputs
 
-_PIECE = 4096
-_SPAN = 1 << 19  # values that a thread takes and reads at once
-_CACHED = 1 << 16  # values that are converted and multiplied at once: N + 1 of them stay in a core's cache
+_SPAN = 1 << 19  # values that a thread takes at once
+_READ = 1 << 16  # values read of each model before they are multiplied: they stay in a core's cache
+_BITS = {"BF16": np.uint16, "F32": np.uint32}  # stored types that the kernel reads as they are
 
 
 def row_grams(x: Tensor) -> Tensor:
@@ -25,20 +26,14 @@ def row_grams(x: Tensor) -> Tensor:
     return torch.bmm(rows, rows.transpose(1, 2)).double()  # [r, N, N]
 
 
-def block_gram(x: Tensor) -> Tensor:
-    """``x [N, n] -> [N, N]`` in fp64."""
-    n = x.shape[1] // _PIECE * _PIECE
-    out = row_grams(x[:, :n].reshape(len(x), -1, _PIECE)).sum(0)  # [N, N]
-    tail = x[:, n:].double()  # [N, < 4096]
-    return out + tail @ tail.T
-
-
 def gram_pass(inputs: Inputs, chunk_mib: int = 64, threads: int = 0) -> Tensor:
-    """``[N, N]`` inner products of all deltas over all merged values, in one pass over the files.
+    """``[N, N]`` inner products of all deltas over all merged values, fp64, in one pass over the files.
 
     Norms, cosines, and the norm of any weighted sum follow from it: ``|sum_i w_i d_i|^2 = w^T G w``. ``threads`` (0: one per
-    core) each read, convert and multiply their own pieces; the sum runs in the order of the pieces, whoever made them.
+    core) each read, convert and multiply their own spans; the sum runs in the order of the spans, whoever made them.
     """
+    from coterie.merging.kernels import add_gram
+
     workers, n = threads or os.cpu_count() or 1, len(inputs.experts)
     values = min(_SPAN, max(4096, (chunk_mib << 20) // (workers * 8 * (n + 1))))
     spans = [
@@ -48,7 +43,7 @@ def gram_pass(inputs: Inputs, chunk_mib: int = 64, threads: int = 0) -> Tensor:
         for first, last in row_blocks(0, e.base.rows, e.base.cols, values)
     ]
     shared = iter(enumerate(spans))
-    parts = torch.zeros(len(spans), n, n, dtype=torch.float64)  # [spans, N, N]
+    parts = np.zeros((len(spans), n, n))  # [spans, N, N], the upper halves
 
     def work(_: int) -> None:
         with Reader() as reader:
@@ -56,52 +51,48 @@ def gram_pass(inputs: Inputs, chunk_mib: int = 64, threads: int = 0) -> Tensor:
             for at, span in shared:  # each thread takes the next that nobody has taken
                 infos = plain_infos(span.entry)
                 if infos is not None:
-                    parts[at] = plain(infos, span)
+                    plain(infos, span, parts[at])
                     continue
                 for block in blocks_of(inputs, span, values, reader):
-                    parts[at] += block_gram(block.deltas.flatten(1))
+                    add_gram(block.deltas.flatten(1).numpy(), parts[at])
 
     with one_thread_each(), ThreadPoolExecutor(workers, "coterie-gram") as pool:
         list(pool.map(work, range(workers)))
-    return parts.sum(0)
+    upper = torch.from_numpy(parts.sum(0))  # [N, N]
+    return upper + upper.triu(1).T
 
 
 def plain_infos(entry: Entry) -> list[TensorInfo] | None:
-    """The base's and the experts' tensors where all are stored in one type and in one order; else None."""
+    """The base's and the experts' tensors where the kernel can read all of them side by side; else None."""
     infos = [entry.base]
     for s in entry.sources:
         if not isinstance(s, Full) or s.rows is not None or s.info.code != entry.base.code:
             return None
         infos.append(s.info)
-    return infos
+    return infos if entry.base.code in _BITS else None
 
 
 class _Plain:
-    """Spans of tensors stored alike: read at once, then worked on in pieces that stay in the cache."""
+    """Spans of tensors stored alike: a little of every model is read, and multiplied while it is in the cache."""
 
     def __init__(self, reader: Reader, experts: int) -> None:
-        self._reader, self._experts = reader, experts
-        self._raw = np.empty((experts + 1, 0), np.uint8)  # [1 + N, bytes]
-        self._room = torch.empty(experts + 1, _CACHED)  # [1 + N, n]
-        self._rows = self._room[1:].view(experts, -1, _PIECE).transpose(0, 1)  # [n / piece, N, piece]
-        self._grams = torch.empty(0, 1, experts, experts)  # [pieces, n / piece, N, N]
+        from coterie.merging.kernels import PIECE, add_bf16_gram, add_fp32_gram
 
-    def __call__(self, infos: Sequence[TensorInfo], span: Span) -> Tensor:
-        """``[N, N]`` of one span, fp64."""
-        dtype: torch.dtype = getattr(torch, PLAIN[span.entry.base.code])
-        width = span.entry.base.cols * dtype.itemsize
-        size = (span.last - span.first) * width
-        if self._raw.shape[1] < size:
-            self._raw = np.empty((self._experts + 1, size), np.uint8)
-        for info, row in zip(infos, self._raw, strict=True):
-            self._reader.fill(info, span.first * width, row[:size].data)
-        raw = torch.from_numpy(self._raw[:, :size]).view(dtype)  # [1 + N, values]
-        whole, base, deltas = raw.shape[1] // _CACHED, self._room[0], self._room[1:]
-        if len(self._grams) < whole:
-            self._grams = torch.empty(whole, _CACHED // _PIECE, self._experts, self._experts)
-        for k in range(whole):  # few calls: each costs as much as some thousand products
-            self._room.copy_(raw[:, k * _CACHED : (k + 1) * _CACHED])
-            deltas.sub_(base)
-            torch.bmm(self._rows, self._rows.transpose(1, 2), out=self._grams[k])
-        rest = raw[:, whole * _CACHED :].float()  # [1 + N, < n]
-        return self._grams[:whole].double().sum((0, 1)) + block_gram(rest[1:] - rest[0])  # [N, N]
+        self._reader, self._add = reader, {"BF16": add_bf16_gram, "F32": add_fp32_gram}
+        self._most = max(PIECE, _READ * 5 // (experts + 1) // PIECE * PIECE)
+        self._raw = np.empty(4 * (experts + 1) * self._most, np.uint8)  # [bytes]
+        self._room = np.empty((experts, PIECE), np.float32)  # [N, n]
+
+    def __call__(self, infos: Sequence[TensorInfo], span: Span, out: NDArray[np.float64]) -> None:
+        """Add one span's inner products to the upper half of ``out [N, N]``."""
+        code = span.entry.base.code
+        bits, add = np.dtype(_BITS[code]), self._add[code]
+        cols = span.entry.base.cols
+        for first in range(span.first * cols, span.last * cols, self._most):
+            size = (min(first + self._most, span.last * cols) - first) * bits.itemsize
+            raw = self._raw[: len(infos) * size].reshape(
+                len(infos), size
+            )  # without gaps: the kernel is compiled for that
+            for info, row in zip(infos, raw, strict=True):
+                self._reader.fill(info, first * bits.itemsize, row.data)
+            add(raw.view(bits), self._room, out)
