@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from coterie.config import Config, TaskConfig, load_config
+from coterie.config import TaskConfig, config_from_dict, load_config
 from coterie.errors import UserError
 from coterie.models import folder_of, tiny_tasks
 
@@ -69,7 +69,7 @@ def run_eval(request: EvalRequest, config: Path | None, overrides: Sequence[str]
     base = load_config(config, overrides)
     tasks = resolve_tasks(request.tasks, request.model)
     longest = request.max_new_tokens or base.rollout.max_new_tokens
-    cfg = Config.model_validate(
+    cfg = config_from_dict(
         {
             **base.model_dump(),
             "model": {**base.model.model_dump(), "name": folder_of(request.model)},
@@ -80,9 +80,11 @@ def run_eval(request: EvalRequest, config: Path | None, overrides: Sequence[str]
     )
     from coterie.evaluation import evaluate
     from coterie.helpers.modes import Mode
+    from coterie.helpers.roles import check_roles
     from coterie.run import build
     from coterie.types import Sampling
 
+    check_roles(cfg)
     with ExitStack() as stack:
         parts = stack.enter_context(build(cfg))
         sampling = Sampling(longest, temperature=request.temperature, stop=cfg.rollout.stop)

@@ -19,12 +19,12 @@ from coterie.engines.base import Engine
 from coterie.engines.torch import TorchEngine
 from coterie.errors import CoterieError, UserError
 from coterie.helpers.mixing import solo_count
-from coterie.helpers.roles import build_helpers
+from coterie.helpers.roles import build_helpers, check_roles
 from coterie.merging.crosstime import UpdateLog
 from coterie.policy import Policy
 from coterie.rng import derive
 from coterie.rundir import RunDir
-from coterie.sft import SupervisedTrainer
+from coterie.sft import SupervisedTrainer, worked_answers
 from coterie.swarm.build import open_node, training_problems
 from coterie.swarm.likelihood import own_logprobs
 from coterie.swarm.memory import MemoryHub
@@ -72,6 +72,9 @@ def check(cfg: Config) -> None:
             "config: advantage.kind = gae gives helpers' tokens no advantage (only the policy's tokens are steps), so "
             f"loss.external_loss = {cfg.loss.external_loss} would train nothing there; use masked or ce"
         )
+    check_roles(cfg)
+    if cfg.method == "sft":
+        worked_answers(cfg.sft.answers)
 
 
 def dry_run(cfg: Config) -> None:

@@ -32,13 +32,25 @@ def reference_answer(problem: Problem, seed: int) -> str:
     return f"<answer>{problem.reference}</answer>"
 
 
+def worked_answers(name: str) -> Answers:
+    """What ``sft.answers`` names.
+
+    Raises:
+        UserError: no such file, module or function.
+    """
+    try:
+        return reference_answer if name == "reference" else load_function(name)
+    except UserError as e:
+        raise UserError(f"sft.answers: {e}") from e
+
+
 class SupervisedTrainer(Trainer):
     """The same node with another step: cross-entropy on worked answers, a mean over their tokens."""
 
     def train_step(self) -> tuple[dict[str, float], list[Group]]:
         start = time.perf_counter()
         cfg = self.cfg
-        answers = reference_answer if cfg.sft.answers == "reference" else load_function(cfg.sft.answers)
+        answers = worked_answers(cfg.sft.answers)
         problems = self.tasks.draw(f"{cfg.seed}/sft", self.step, cfg.sft.rows)
         groups = [
             self._example(p, answers(p, derive(cfg.seed, "sft", self.step, i)), i) for i, p in enumerate(problems)

@@ -25,6 +25,25 @@ def run(args: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     return int(e.value.code or 0), capsys.readouterr().err
 
 
+# what is wrong with a helper: role, its settings, words of the refusal
+HELPERS = {
+    "of an unknown role": ("oracle", 'backend="scripted",table={"*"="x"}', "no such role in form 'full'"),
+    "without a function": ("verify", 'backend="scripted",call="os.path:nothing"', "os.path has no function nothing"),
+    "without a file": ("verify", 'backend="scripted",call="nowhere.py:f"', "no such file"),
+    "with broken code": ("verify", 'backend="scripted",call="broken.py:f"', "cannot import broken.py (SyntaxError"),
+    "without a url": ("verify", 'model="m"', "helpers.roles.verify.url"),
+    "without a host": ("verify", 'model="m",url="http://"', "helpers.roles.verify.url"),
+    "with a broken port": ("verify", 'model="m",url="http://localhost:80x/v1"', "helpers.roles.verify.url"),
+    "without a model": ("verify", 'url="http://localhost/v1"', "helpers.roles.verify.model"),
+    "without a key": ("verify", 'url="http://localhost/v1",model="m",key_env="NO_SUCH_KEY"', "NO_SUCH_KEY"),
+    "without a folder": ("verify", 'backend="local",model="./no/such"', "helpers.roles.verify.model: model ./no/such"),
+}
+
+
+def _helper(role: str, settings: str, words: str) -> tuple[list[str], int, str]:
+    return ["--rollout.max_new_tokens", "512", f"--helpers.roles.{role}={{{settings}}}"], 2, words
+
+
 CASES = {
     "unknown key": (["--optim.learning_rate", "1"], 2, "unknown key 'learning_rate' in [optim]"),
     "unknown task": (
@@ -49,6 +68,8 @@ CASES = {
     "infinite number": (["--optim.lr", "inf"], 2, "optim.lr"),
     "infinite temperature": (["--rollout.temperature", "inf"], 2, "rollout.temperature"),
     "dataset missing": (["--tasks.mine.kind", "jsonl", "--tasks.mine.path", "nowhere.jsonl"], 2, "nowhere.jsonl"),
+    "no worked answers": (["--method", "sft", "--sft.answers", "nowhere.py:f"], 2, "sft.answers: 'nowhere.py:f'"),
+    **{f"helper {name}": _helper(*case) for name, case in HELPERS.items()},
     "tracking extra": (["--tracking.wandb", "true"], 2, "pip install -e '.[wandb]'"),
 }
 
@@ -58,6 +79,7 @@ def test_one_line_and_exit_code(name, tmp_path, capsys, monkeypatch):
     flags, code, words = CASES[name]
     config = tmp_path / "c.toml"
     config.write_text(BASE)
+    (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     got, err = run(["train", "c.toml", "--run_dir", "run", *flags], capsys, monkeypatch)
     assert got == code
@@ -112,14 +134,18 @@ def test_a_held_out_prompt_beyond_the_context_gets_advice_that_helps(tmp_path, c
     assert "held-out problems are never dropped" in err
 
 
-@pytest.mark.parametrize("name", ["unknown task", "unknown parameter", "bad parameter", "dataset missing", "too few"])
+DRY = ["unknown task", "unknown parameter", "bad parameter", "dataset missing", "too few", "no worked answers"]
+
+
+@pytest.mark.parametrize("name", [*DRY, *(f"helper {h}" for h in HELPERS)])
 def test_dry_run_refuses_what_the_run_would_refuse(name, tmp_path, capsys, monkeypatch):
     few = ["--tasks.count_bits.params", "{min_n=1,max_n=3}", "--eval.problems", "50"], 2, "held-out problems found"
     flags, code, words = CASES.get(name, few)
     (tmp_path / "c.toml").write_text(BASE)
+    (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     got, err = run(["train", "c.toml", "--dry-run", *flags], capsys, monkeypatch)
-    assert got == code and words in err and "Traceback" not in err
+    assert got == code and words in err and "Traceback" not in err and err.strip().count("\n") == 0
     assert not Path("runs").exists()
 
 

@@ -47,6 +47,13 @@ def test_dry_runs_print_the_resolved_config() -> None:
     assert "steps = 7" in call("swarm", "run", CONFIG, "--nodes", "2", "--steps", "7", "--dry-run")
 
 
+@pytest.mark.parametrize("command", ["swarm run", "swarm join --connect tcp/a:1", "parallel"])
+def test_dry_runs_refuse_what_the_run_would_refuse(command: str) -> None:
+    config = CONFIG.replace("swarm.toml", "parallel.toml") if command == "parallel" else CONFIG
+    with pytest.raises(UserError, match="unknown reasoning-gym task 'gdc'; did you mean 'gcd'"):
+        call(*command.split(), config, "--dry-run", "--tasks.gdc.weight", "1")
+
+
 def test_status_of_a_local_swarm(tmp_path: Path) -> None:
     a = LocalExchange(tmp_path / "s.sqlite", kit.person(1).node_id)
     info = {"step": 4, "state": "sharing", "tasks": {"gcd": 3}, "accuracy": 0.5}

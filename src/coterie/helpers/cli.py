@@ -62,7 +62,7 @@ def ask_all(cfg: Config, question: str, query: str) -> list[dict[str, Any]]:
     Raises:
         UserError: no roles, or a helper that cannot be opened as configured.
     """
-    from coterie.helpers.roles import build_helpers
+    from coterie.helpers.roles import build_helpers, check_roles
     from coterie.models_io import load_tokenizer
     from coterie.policy import Policy
     from coterie.prompting import PromptEncoder
@@ -70,6 +70,7 @@ def ask_all(cfg: Config, question: str, query: str) -> list[dict[str, Any]]:
     if not cfg.helpers.roles:
         raise UserError("helpers test: the config has no [helpers.roles.*] section; see docs/helpers.md")
     local = any(h.backend == "local" for h in cfg.helpers.roles.values())
+    check_roles(cfg)
     policy = Policy.load(cfg.model) if local else None
     encoder = policy.encoder if policy else PromptEncoder(load_tokenizer(cfg.model.name), cfg.model.system_prompt)
     with build_helpers(cfg, encoder, policy, want_logprobs=True) as helpers:

@@ -58,7 +58,7 @@ class OpenAIHelper:
 
     def __post_init__(self) -> None:
         role = self.prompt.tags.role
-        if not self.cfg.url.startswith(("http://", "https://")):
+        if not _is_url(self.cfg.url):
             raise UserError(f"helpers.roles.{role}.url: give the endpoint's base URL, such as http://localhost:8000/v1")
         if not self.cfg.model:
             raise UserError(f"helpers.roles.{role}.model: name the model that the endpoint serves")
@@ -165,3 +165,11 @@ def _seconds(retry_after: str | None) -> float:
         return max(0.0, float(retry_after or 0))
     except ValueError:  # a date: rare, and the normal back-off does
         return 0.0
+def _is_url(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)
+
+

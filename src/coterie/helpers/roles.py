@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -197,17 +197,13 @@ def build_helpers(
         UserError: a role without a prompt, an endpoint without URL, model or key, a model that cannot be loaded, tags
             that the policy's tokenizer cannot write, or budgets that leave no room for any reply.
     """
-    form = load_form(cfg.helpers.form, cfg.helpers.prompts)
-    if unknown := [r for r in cfg.helpers.roles if r not in form.roles]:
-        raise UserError(
-            f"helpers.roles.{unknown[0]}: no such role in form {form.name!r}; {', '.join(form.roles)} exist"
-        )
     span_mu = cfg.loss.mu_source == "span"
+    form, opened = _open(cfg, want_logprobs or span_mu)
     load = _LocalModels(cfg, encoder, policy)
-    helpers = {
-        role: _helper(role, h, cfg.helpers, form.roles[role], load, want_logprobs or span_mu)
-        for role, h in cfg.helpers.roles.items()
-    }
+    helpers: dict[str, Helper] = {}
+    for role, helper in opened.items():
+        h = cfg.helpers.roles[role]
+        helpers[role] = helper or load(h.model or "base", form.roles[role], h.temperature)
     context = _context(policy) if policy is not None else None
     return HelperSet(cfg.helpers, encoder, cfg.rollout.max_new_tokens, helpers, form, context=context, span_mu=span_mu)
 
@@ -217,21 +213,52 @@ def _context(policy: Policy) -> int | None:
     return getattr(policy.causal_lm.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _helper(
-    role: str,
-    h: HelperConfig,
-    cfg: HelpersConfig,
-    prompt: RolePrompt,
-    load: Callable[[str, RolePrompt, float], InProcessHelper],
-    want_logprobs: bool,
-) -> Helper:
+def check_roles(cfg: Config) -> None:
+    """Refuse helpers that could not be asked as configured; loads no model and asks nobody.
+
+    Raises:
+        UserError: names the role and the setting.
+    """
+    if cfg.helpers.roles:
+        _open(cfg, want_logprobs=False)
+
+
+def _open(cfg: Config, want_logprobs: bool) -> tuple[Form, dict[str, Helper | None]]:
+    """Tags and texts, and the helper of each role; None stands for a local model, which is not loaded here."""
+    form = load_form(cfg.helpers.form, cfg.helpers.prompts)
+    if unknown := [r for r in cfg.helpers.roles if r not in form.roles]:
+        raise UserError(
+            f"helpers.roles.{unknown[0]}: no such role in form {form.name!r}; {', '.join(form.roles)} exist"
+        )
+    return form, {
+        role: _without_model(role, h, cfg.helpers, form.roles[role], want_logprobs)
+        for role, h in cfg.helpers.roles.items()
+    }
+
+
+def _without_model(
+    role: str, h: HelperConfig, cfg: HelpersConfig, prompt: RolePrompt, want_logprobs: bool
+) -> Helper | None:
     if h.backend == "openai":
         return OpenAIHelper(h, prompt, cfg.max_reply_bytes, want_logprobs)
     if h.backend == "local":
-        return load(h.model or "base", prompt, h.temperature)
+        _check_folder(role, h.model)
+        return None
     if bool(h.call) == bool(h.table):
         raise UserError(f"helpers.roles.{role}: a scripted helper needs exactly one of `call` and `table`")
     return call_helper(h.call, f"helpers.roles.{role}.call") if h.call else table_helper(h.table)
+
+
+def _check_folder(role: str, model: str) -> None:
+    """Refuse a folder that is not there; whether a hub has a model shows when it is loaded."""
+    from coterie.models_io import locate
+
+    if model in ("", "base", "smollm2"):  # smollm2 is made from its package at first use
+        return
+    try:
+        locate(model)
+    except UserError as e:
+        raise UserError(f"helpers.roles.{role}.model: {e}") from e
 
 
 class _LocalModels:

@@ -25,7 +25,9 @@ def parallel_command(
     backend: Annotated[
         str | None, typer.Option(help="local (processes here) or ray (a cluster with a shared file system).")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check config and tasks, print the resolved config, stop.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a machine.")] = False,
 ) -> None:
     """Train experts apart, merge them, adapt, evaluate everything, report. The same command goes on after a stop.
@@ -39,6 +41,9 @@ def parallel_command(
     cfg = backend_override(load_config(config, ctx.args), backend)
     check_parallel(cfg)
     if dry_run:
+        from coterie.run import dry_run as check_all
+
+        check_all(cfg)
         typer.echo(cfg.to_toml(), nl=False)
         return
     console = Console(stderr=as_json)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Share experience between nodes.")
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a machine.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check config and tasks, print the resolved config, stop.")]
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file; any value can be overridden: --optim.lr 1e-4")]
 Connect = Annotated[list[str], typer.Option("--connect", help="Relay to dial, e.g. tcp/HOST:7447; may be repeated.")]
 Name = Annotated[str, typer.Option("--name", help="Name of the swarm.")]
@@ -49,7 +49,7 @@ def run(
 
     cfg = load_config(config, ctx.args)
     if dry_run:
-        typer.echo(cfg.to_toml(), nl=False)
+        _dry_run(cfg)
         return
     if simulate:
         from coterie.simulate import simulate as run_simulation
@@ -77,13 +77,20 @@ def join(ctx: typer.Context, config: ConfigPath, connect: Connect, dry_run: DryR
     where = json.dumps(connect)
     cfg = load_config(config, [*ctx.args, "--swarm.exchange", "network", "--swarm.connect", where])
     if dry_run:
-        typer.echo(cfg.to_toml(), nl=False)
+        _dry_run(cfg)
         return
     from coterie.report import write_report
     from coterie.run import train
 
     done = train(cfg)
     typer.echo(f"report: {write_report([done.run_dir], done.run_dir / 'report.html')}")
+
+
+def _dry_run(cfg: Config) -> None:
+    from coterie.run import dry_run
+
+    dry_run(cfg)
+    typer.echo(cfg.to_toml(), nl=False)
 
 
 @app.command()
