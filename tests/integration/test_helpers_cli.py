@@ -9,6 +9,7 @@ import pytest
 import typer
 from helpers_kit import encoder, save_model
 from helpers_server import ModelReply, faulty, serving
+from swarm_processes import free_port
 from typer.testing import CliRunner
 
 from coterie.errors import CoterieError, UserError
@@ -83,6 +84,25 @@ def test_a_helper_that_fails_fails_the_command_and_says_why(folder: Path, tmp_pa
         result = CliRunner().invoke(app(), ["helpers", "test", config])
     assert isinstance(result.exception, CoterieError) and "no usable reply from verify" in str(result.exception)
     assert "HTTP 404" in result.stdout and "no such model" in " ".join(result.stdout.split())
+
+
+def test_a_dead_endpoint_is_named_by_role_and_url(folder: Path, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    hidden = url.replace("http://", "http://user:secret@")
+    result = CliRunner().invoke(app(), ["helpers", "test", write(tmp_path, folder, hidden)])
+    line = str(result.exception)
+    assert isinstance(result.exception, CoterieError) and f"verify: connection: {url}/chat/completions: " in line
+    assert "\n" not in line and "secret" not in line + result.stdout
+
+
+def test_a_role_that_cannot_be_asked_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    """The model does not exist: who looked for it first would say so."""
+    file = tmp_path / "c.toml"
+    file.write_text(
+        '[model]\nname = "./no/such"\n[rollout]\nmax_new_tokens = 300\n[helpers.roles.verify]\nmodel = "m"\n'
+    )
+    result = CliRunner().invoke(app(), ["helpers", "test", str(file)])
+    assert isinstance(result.exception, UserError) and "helpers.roles.verify.url" in str(result.exception)
 
 
 def test_overrides_and_missing_roles(folder: Path, tmp_path: Path) -> None:

@@ -52,8 +52,9 @@ def test(
         console = Console()
         for result in results:
             _show(console, result, cfg.loss.external_loss)
-    if failed := [r["role"] for r in results if r["outcome"] != "ok"]:
-        raise CoterieError(f"helpers test: no usable reply from {', '.join(failed)} (reason above)")
+    lost = {r["role"]: r["reason"] for r in results if r["outcome"] != "ok"}
+    if failed := [f"{role}: {reason.removeprefix(f'helper {role}: ')}" for role, reason in lost.items()]:
+        raise CoterieError(f"helpers test: no usable reply from {'; '.join(failed)}")
 
 
 def ask_all(cfg: Config, question: str, query: str) -> list[dict[str, Any]]:
@@ -69,8 +70,8 @@ def ask_all(cfg: Config, question: str, query: str) -> list[dict[str, Any]]:
 
     if not cfg.helpers.roles:
         raise UserError("helpers test: the config has no [helpers.roles.*] section; see docs/helpers.md")
-    local = any(h.backend == "local" for h in cfg.helpers.roles.values())
     check_roles(cfg)
+    local = any(h.backend == "local" for h in cfg.helpers.roles.values())
     policy = Policy.load(cfg.model) if local else None
     encoder = policy.encoder if policy else PromptEncoder(load_tokenizer(cfg.model.name), cfg.model.system_prompt)
     with build_helpers(cfg, encoder, policy, want_logprobs=True) as helpers:

@@ -76,6 +76,15 @@ class OpenAIHelper:
     def name(self) -> str:
         return self.cfg.model
 
+    @property
+    def where(self) -> str:
+        """The address asked, for people: without what may be secret in it."""
+        return str(httpx.URL(self._url).copy_with(userinfo=b"", query=None))
+
+    @property
+    def _url(self) -> str:
+        return self.cfg.url.rstrip("/") + "/chat/completions"
+
     async def respond(self, request: HelperRequest) -> HelperReply:
         """One try.
 
@@ -121,10 +130,9 @@ class OpenAIHelper:
             if self._key:
                 headers["Authorization"] = f"Bearer {self._key}"
             self._client = httpx.AsyncClient(headers=headers, timeout=None)  # the pool bounds the whole try
-        url = self.cfg.url.rstrip("/") + "/chat/completions"
         body = bytearray()
         try:
-            async with self._client.stream("POST", url, json=payload) as response:
+            async with self._client.stream("POST", self._url, json=payload) as response:
                 async for chunk in response.aiter_raw():
                     body += chunk
                     if len(body) > self.max_reply_bytes:
@@ -132,7 +140,7 @@ class OpenAIHelper:
         except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise HelperError("connection", self._shown(f"{type(e).__name__}: {e}"), retry=True) from e
         if response.status_code != 200:
-            detail = self._shown(f"HTTP {response.status_code} from {url}: {body[:200].decode(errors='replace')}")
+            detail = self._shown(f"HTTP {response.status_code}: {body[:200].decode(errors='replace')}")
             retry = response.status_code in _RETRIED or response.status_code >= 500
             raise HelperError("http", detail, retry=retry, retry_after_s=_seconds(response.headers.get("retry-after")))
         return bytes(body)
@@ -160,11 +168,6 @@ class OpenAIHelper:
         return clean.replace(self._key, "***") if self._key else clean
 
 
-def _seconds(retry_after: str | None) -> float:
-    try:
-        return max(0.0, float(retry_after or 0))
-    except ValueError:  # a date: rare, and the normal back-off does
-        return 0.0
 def _is_url(text: str) -> bool:
     try:
         url = httpx.URL(text)
@@ -173,3 +176,8 @@ def _is_url(text: str) -> bool:
     return url.scheme in ("http", "https") and bool(url.host)
 
 
+def _seconds(retry_after: str | None) -> float:
+    try:
+        return max(0.0, float(retry_after or 0))
+    except ValueError:  # a date: rare, and the normal back-off does
+        return 0.0

@@ -91,12 +91,14 @@ class HelperPool:
         )
         async with self._gate:
             if not breaker.closed(time.monotonic()):
-                return HelperFailure("breaker", "too many failures in a row; not asked", helper.name)
+                detail = f"{helper.where}: too many failures in a row; not asked"
+                return HelperFailure("breaker", detail, helper.name)
             try:
                 reply = await self._tries(helper, request)
             except HelperError as e:
                 breaker.record(False, time.monotonic())
-                return HelperFailure(e.kind, e.detail, helper.name, time.monotonic() - start)
+                detail = f"{helper.where}: {e.detail}"
+                return HelperFailure(e.kind, detail, helper.name, time.monotonic() - start)
         breaker.record(True, time.monotonic())
         return replace(reply, latency_s=time.monotonic() - start)
 

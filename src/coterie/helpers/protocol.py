@@ -70,6 +70,9 @@ class RemoteHelper(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def where(self) -> str: ...
+
     async def respond(self, request: HelperRequest) -> HelperReply: ...
 
 
