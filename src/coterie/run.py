@@ -194,6 +194,11 @@ class Run:
         """Write the trained model in Hugging Face format and mark the run as finished."""
         self.trainer.policy.save_pretrained(self.dir.path / "model")
         self.dir.finish()
+        if self.trainer.step < self.cfg.steps:
+            self._console.note(
+                f"ended after step {self.trainer.step} of {self.cfg.steps}: {self.trainer.tokens:,} tokens are spent, of "
+                f"{self.cfg.tokens:,}; the same command with a larger --tokens (0: no limit) goes on"
+            )
         if summary := self.trainer.node.summary():
             self._console.note(summary)
         return Summary(self.dir.path, self.trainer.step, self.metrics)

@@ -16,7 +16,7 @@ from coterie.config import Config, load_config
 from coterie.errors import CoterieError, UserError
 
 # Settings that may change between a run and its continuation; everything else must be the same.
-_MAY_CHANGE = {"steps", "threads", "checkpoint", "tracking", "run_dir"}
+_MAY_CHANGE = {"steps", "tokens", "threads", "checkpoint", "tracking", "run_dir"}
 
 
 class RunDir:
@@ -48,11 +48,8 @@ class RunDir:
         config = self.path / "config.toml"
         if config.exists():
             before = load_config(config)
-            if (self.path / "DONE").exists() and cfg.steps <= before.steps:
-                raise UserError(
-                    f"run_dir {self.path}: this run is finished ({before.steps} steps); choose another --run_dir, "
-                    "or raise --steps to train on"
-                )
+            if (self.path / "DONE").exists():
+                self._check_further(before, cfg)
             changed = [k for k in Config.model_fields if k not in _MAY_CHANGE and getattr(before, k) != getattr(cfg, k)]
             if changed:
                 raise UserError(
@@ -63,6 +60,21 @@ class RunDir:
         elif any(not p.name.startswith(".") for p in self.path.iterdir()):
             raise UserError(f"run_dir {self.path}: not empty and not a coterie run; choose another --run_dir")
         write_atomic(config, cfg.to_toml())
+
+    def _check_further(self, before: Config, cfg: Config) -> None:
+        """Refuse to go on with a finished run unless what ended it has been raised."""
+        log = self.path / "metrics.jsonl"
+        step = max((r["step"] for r in read_jsonl(log)), default=0) if log.exists() else before.steps
+        if before.tokens and step < before.steps:
+            done = f"its {before.tokens:,} tokens were spent after step {step} of {before.steps}"
+            setting, raised = "--tokens (0: no limit)", not cfg.tokens or cfg.tokens > before.tokens
+        else:
+            done, setting, raised = f"{before.steps} steps", "--steps", cfg.steps > before.steps
+        if not raised:
+            raise UserError(
+                f"run_dir {self.path}: this run is finished ({done}); choose another --run_dir, "
+                f"or raise {setting} to train on"
+            )
 
     def rewind(self, step: int) -> None:
         """Drop log lines of steps that will be run again."""

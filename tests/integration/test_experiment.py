@@ -114,8 +114,11 @@ def test_comparisons_with_the_start_and_of_other_metrics(tmp_path: Path) -> None
     assert p["| slow - start"] == ["0.500", "0.500 (gain) |"]
 
 
-def test_a_run_stops_at_its_budget_of_tokens_also_after_a_restart(tmp_path: Path) -> None:
-    """It ends after the step that reaches the budget, helpers' words counted, and is evaluated and marked as finished."""
+def test_a_run_stops_at_its_budget_of_tokens_also_after_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends after the step that reaches the budget, helpers' words counted, is evaluated and marked as finished, and says what
+    ended it; with a larger budget it goes on."""
     cfg = config_from_dict(
         {
             "run_dir": str(tmp_path / "run"),
@@ -132,11 +135,17 @@ def test_a_run_stops_at_its_budget_of_tokens_also_after_a_restart(tmp_path: Path
         run.advance()
         first = run.trainer.tokens
         assert 0 < first < 600 and not run.done
-    done = train(cfg, quiet=True)
+    done = train(cfg)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"ended after step {done.steps} of 9: " in said and "of 600; the same command with a larger --tokens" in said
     rows = list(read_jsonl(done.run_dir / "metrics.jsonl"))
     spent = [int(r["tokens/generated"]) for r in rows if r["step"]]
     assert sum(spent[:-1]) < 600 <= sum(spent) and spent[0] == first and done.steps == len(spent) < 9
     assert "eval/pass_2" in rows[-1] and (done.run_dir / "DONE").exists()
+    with pytest.raises(UserError, match="its 600 tokens were spent"):
+        train(cfg, quiet=True)
+    more = train(cfg.model_copy(update={"tokens": 0, "steps": done.steps + 1}), quiet=True)
+    assert more.steps == done.steps + 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,27 @@ def test_finished_run_is_never_overwritten_but_can_be_extended(tmp_path):
     assert not (tmp_path / "run" / "DONE").exists()
 
 
+def test_a_run_that_has_spent_its_tokens_says_so_and_which_setting_to_raise(tmp_path):
+    run = RunDir(cfg(tmp_path, "--tokens", "5000"))
+    run.append("metrics.jsonl", [{"step": s} for s in range(3)])
+    run.finish()
+    run.close()
+    for flags in ([], ["--steps", "9"], ["--tokens", "4000"]):
+        with pytest.raises(UserError, match=r"its 5,000 tokens were spent after step 2 of 3.*raise --tokens"):
+            RunDir(cfg(tmp_path, "--tokens", "5000", *flags))
+    RunDir(cfg(tmp_path, "--tokens", "6000")).close()
+    assert not (tmp_path / "run" / "DONE").exists()
+
+
+def test_steps_are_what_ended_a_run_that_has_made_them_all(tmp_path):
+    run = RunDir(cfg(tmp_path, "--tokens", "5000"))
+    run.append("metrics.jsonl", [{"step": s} for s in range(4)])
+    run.finish()
+    run.close()
+    with pytest.raises(UserError, match=r"\(3 steps\).*raise --steps"):
+        RunDir(cfg(tmp_path, "--tokens", "6000"))
+
+
 def test_other_config_is_refused_and_named(tmp_path):
     RunDir(cfg(tmp_path)).close()
     with pytest.raises(UserError, match="differs in optim"):
