@@ -16,6 +16,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from coterie.config_conflicts import conflicts
 from coterie.errors import UserError
 
 
@@ -463,20 +464,9 @@ class Config(Section):
     tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
-    def _conflicts(self) -> Config:
-        if self.tasks and not any(t.weight > 0 for t in self.tasks.values()):
-            raise ValueError("tasks: every weight is 0; give at least one task a positive weight")
-        for name, tasks in self.parallel.experts.items():
-            if unknown := [t for t in tasks if t not in self.tasks]:
-                raise ValueError(f"parallel.experts.{name}: no section [tasks.{unknown[0]}]")
-        if any(not 1 <= k <= self.eval.samples for k in self.eval.ks):
-            raise ValueError(f"eval.ks: pass@k needs k from 1 to eval.samples = {self.eval.samples}")
-        if self.eval.modes and not self.helpers.roles:
-            raise ValueError("eval.modes: there are no helpers; add a [helpers.roles.*] section")
-        if self.parallel.log_updates and self.model.lora_rank:
-            raise ValueError(
-                "parallel.log_updates: updates of LoRA factors do not add up to the delta; train all weights"
-            )
+    def _consistent(self) -> Config:
+        for found in conflicts(self):
+            raise ValueError(found)
         return self
 
     def to_toml(self) -> str:

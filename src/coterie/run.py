@@ -61,8 +61,22 @@ def check(cfg: Config) -> None:
         )
     if distributed.world() > 1:
         distributed.check(cfg)
+    _check_helpers(cfg)
+    if cfg.method == "sft":
+        worked_answers(cfg.sft.answers)
+
+
+def _check_helpers(cfg: Config) -> None:
+    """What of :func:`check` is about helpers."""
+    check_roles(cfg)
+    group = cfg.rollout.group_size
+    if cfg.method == "rl" and cfg.helpers.roles and cfg.helpers.solo_min >= group:
+        raise UserError(
+            f"config: helpers.solo_min = {cfg.helpers.solo_min} leaves none of rollout.group_size = {group} trajectories "
+            "that might ask a helper; lower helpers.solo_min or raise rollout.group_size"
+        )
     helped = cfg.advantage.kind != "gae" and cfg.advantage.baseline == "solo_mean" and bool(cfg.helpers.roles)
-    if helped and not all(solo_count(cfg.helpers, cfg.rollout.group_size, at) for at in (0, cfg.helpers.solo_steps)):
+    if helped and not all(solo_count(cfg.helpers, group, at) for at in (0, cfg.helpers.solo_steps)):
         raise UserError(
             "config: advantage.baseline = solo_mean compares with plain rollouts, and helpers.solo_min, solo_start and "
             "solo_end leave none at some steps, so that nothing would be learnt there; use own_mode, or keep some"
@@ -72,9 +86,6 @@ def check(cfg: Config) -> None:
             "config: advantage.kind = gae gives helpers' tokens no advantage (only the policy's tokens are steps), so "
             f"loss.external_loss = {cfg.loss.external_loss} would train nothing there; use masked or ce"
         )
-    check_roles(cfg)
-    if cfg.method == "sft":
-        worked_answers(cfg.sft.answers)
 
 
 def dry_run(cfg: Config) -> None:

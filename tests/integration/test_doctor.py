@@ -201,6 +201,8 @@ def test_an_expired_certificate_points_at_the_clock(tmp_path: Path, monkeypatch:
 def test_a_helper_that_is_not_there_or_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     role = "helpers.roles.verify"
     base = [
+        "--rollout.max_new_tokens",
+        "512",
         f"--{role}.backend",
         "openai",
         f"--{role}.url",

@@ -66,7 +66,8 @@ def test_a_merge_comes_with_receipt_and_evaluation_and_without_paths(run: Path, 
 
 def test_private_settings_stay_here() -> None:
     flags = "--swarm.user bob --swarm.invite_file /home/bob/invite --helpers.roles.verify.url http://bob:1/v1"
-    cfg = load_config(None, [*flags.split(), "--helpers.roles.verify.model", "m", "--optim.lr", "1e-5"])
+    more = "--helpers.roles.verify.model m --rollout.max_new_tokens 512 --optim.lr 1e-5"
+    cfg = load_config(None, [*flags.split(), *more.split()])
     for text in (public_config(cfg), public_config(cfg, defaults=False)):
         assert "bob" not in text and "lr = 1e-5" in text.replace("1e-05", "1e-5")
 

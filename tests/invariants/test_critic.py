@@ -215,6 +215,7 @@ def test_helpers_tokens_have_no_advantage_so_options_that_need_one_are_refused()
     data = {
         "tasks": {"gcd": {}},
         "advantage": {"kind": "gae"},
+        "rollout": {"max_new_tokens": 512},
         "helpers": {"roles": {"verify": {"backend": "scripted", "table": {"*": "ok"}}}},
     }
     with pytest.raises(UserError, match="no advantage"):

@@ -74,6 +74,51 @@ def test_impossible_values_are_refused(flag):
         load_config(None, flag)
 
 
+ASK = ["--helpers.roles.verify={backend='scripted',table={'*'='x'},limit=2}", "--rollout.max_new_tokens", "300"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--loss.c_min", "0.6", "--loss.c_max", "0.5"], r"loss\.c_min = 0\.6 is above loss\.c_max = 0\.5"),
+        ([*ASK, "--helpers.total_limit", "1"], r"verify\.limit = 2 is above helpers\.total_limit = 1"),
+        (
+            [*ASK, "--helpers.feedback_tokens", "225"],
+            r"a reply takes up to helpers\.feedback_tokens = 225 tokens and 75",
+        ),
+        (["--swarm.pool", "3"], r"swarm\.peer_groups = 4 is above swarm\.pool = 3"),
+        (["--swarm.per_peer", "5"], r"swarm\.per_peer = 5 limits nothing"),
+        (["--swarm.per_task", "5"], r"swarm\.per_task = 5 limits nothing"),
+        (
+            ["--swarm.exchange", "local", "--rollout.group_size", "65"],
+            r"max_trajectories = 64 is below rollout.group_size",
+        ),
+        (["--swarm.tls_certificate", "c.pem"], r"tls_certificate and swarm\.tls_key belong together"),
+        (["--engine.kind", "vllm", "--engine.context", "64"], r"engine\.context = 64 leaves no room for a prompt"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_in_one_line(flags, words):
+    with pytest.raises(UserError, match=words) as e:
+        load_config(None, flags)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--loss.c_min", "0.5", "--loss.c_max", "0.5"],
+        [*ASK, "--helpers.total_limit", "2", "--helpers.feedback_tokens", "224"],
+        ["--helpers.feedback_tokens", "500", "--helpers.total_limit", "1"],  # nobody to ask
+        ["--swarm.pool", "4", "--swarm.per_peer", "4", "--swarm.per_task", "4"],
+        ["--swarm.peer_groups", "0", "--swarm.per_task", "4"],
+        ["--rollout.group_size", "65"],
+        ["--engine.kind", "vllm", "--engine.context", "65"],
+    ],
+)
+def test_settings_at_the_edge_of_a_contradiction_are_taken(flags):
+    load_config(None, flags)
+
+
 def test_resolved_config_reads_back_the_same():
     cfg = load_config(None, ["--tasks.gcd.params", "{max_value=9}", "--rollout.stop", '["</answer>"]'])
     assert config_from_dict(tomllib.loads(cfg.to_toml())) == cfg

@@ -17,8 +17,10 @@ from coterie.helpers.prompts import load_form
 from coterie.helpers.protocol import HelperFailure, HelperReply, HelperRequest
 from coterie.helpers.roles import build_helpers
 from coterie.helpers.scripted import call_helper, table_helper
+from coterie.run import check
 from coterie.types import Consult, Group, Problem, Segment, Source, StopReason, Trajectory
 
+ROOM = {"rollout": {"max_new_tokens": 512}}  # for a question and its reply
 REQUEST = HelperRequest("verify", "Q $query {x}", "1+1", "so $question", 16, 0)
 
 
@@ -120,7 +122,7 @@ def test_call_helper(tmp_path: Path) -> None:
     ],
 )
 def test_an_incomplete_role_is_refused_by_name(role: dict[str, Any], error: str) -> None:
-    cfg = config_from_dict({"rollout": {"max_new_tokens": 500}, "helpers": {"roles": {"verify": role}}})
+    cfg = config_from_dict(ROOM | {"helpers": {"roles": {"verify": role}}})
     with pytest.raises(UserError, match=f"helpers.roles.verify.*{error}"):
         build_helpers(cfg, encoder())
 
@@ -128,9 +130,9 @@ def test_an_incomplete_role_is_refused_by_name(role: dict[str, Any], error: str)
 def test_unknown_roles_and_forms_are_refused() -> None:
     role = {"backend": "scripted", "table": {"*": "x"}}
     with pytest.raises(UserError, match="no such role in form 'full'; verify, knowledge, reasoning exist"):
-        build_helpers(config_from_dict({"helpers": {"roles": {"oracle": role}}}), encoder())
+        build_helpers(config_from_dict(ROOM | {"helpers": {"roles": {"oracle": role}}}), encoder())
     with pytest.raises(UserError, match="no form 'long'; there are: full, short"):
-        build_helpers(config_from_dict({"helpers": {"form": "long", "roles": {"verify": role}}}), encoder())
+        build_helpers(config_from_dict(ROOM | {"helpers": {"form": "long", "roles": {"verify": role}}}), encoder())
     with pytest.raises(UserError, match=r"unknown key 'limt' in \[helpers.roles.verify\]; did you mean 'limit'"):
         config_from_dict({"helpers": {"roles": {"verify": {"limt": 2}}}})
 
@@ -175,16 +177,26 @@ def test_collapse_guard() -> None:
     assert guard.update(step(trajectory("ok"))) == {"helpers/quiet_steps": 0.0, "helpers/collapsed": 0.0}
 
 
-def test_a_baseline_without_anything_to_compare_with_is_refused() -> None:
-    from coterie.config import config_from_dict
-    from coterie.run import check
+@pytest.mark.parametrize(("solo_min", "group"), [(9, 8), (8, 8), (2, 2)])
+def test_a_group_of_which_none_may_ask_is_refused(solo_min: int, group: int) -> None:
+    data = {
+        "tasks": {"gcd": {}},
+        "rollout": {"max_new_tokens": 512, "group_size": group},
+        "helpers": {"solo_min": solo_min, "roles": {"verify": {"backend": "scripted", "table": {"*": "x"}}}},
+    }
+    with pytest.raises(UserError, match=f"solo_min = {solo_min} leaves none of rollout.group_size = {group}"):
+        check(config_from_dict(data))
+    check(config_from_dict(data | {"rollout": {"max_new_tokens": 512, "group_size": solo_min + 1}}))
+    check(config_from_dict(data | {"helpers": {"solo_min": solo_min}}))
 
+
+def test_a_baseline_without_anything_to_compare_with_is_refused() -> None:
     def settings(baseline: str, **helpers: float) -> None:
         roles = {"verify": {"backend": "scripted", "table": {"*": "x"}}}
         tasks = {"gcd": {"params": {}}}
         check(
             config_from_dict(
-                {"tasks": tasks, "advantage": {"baseline": baseline}, "helpers": {"roles": roles, **helpers}}
+                ROOM | {"tasks": tasks, "advantage": {"baseline": baseline}, "helpers": {"roles": roles, **helpers}}
             )
         )
 
