@@ -23,9 +23,9 @@ import tomli_w
 from pydantic import Field, ValidationError
 
 from coterie.config import Section
-from coterie.curves import AXES, Axis, at_same, curve, generated
+from coterie.curves import AXES, Axis, at_same, record
 from coterie.errors import CoterieError, UserError
-from coterie.rundir import dumps, read_jsonl, write_atomic
+from coterie.rundir import dumps, write_atomic
 from coterie.stats import compare_paired, holm, mean_interval
 
 NODE_SEEDS = 1000  # distance of the seeds of two simulated swarms
@@ -34,8 +34,9 @@ START = "start"  # in a comparison: the model that the arm started from
 
 class Comparison(Section):
     first: str
+    """An arm; or `ARM:K`: of its nodes those that have the change K (from 0) of its `simulation.vary`."""
     second: str
-    """Another arm, or `start`: the first arm's own value before training."""
+    """As `first`, or `start`: the first arm's own value before training."""
     metric: str = ""
     """Empty: the headline."""
     axis: Axis = "end"
@@ -72,6 +73,12 @@ class Experiment(Section):
     """`parallel`: orders of a Latin square in which every seed trains domain after domain, or one per seed, in turn."""
     match: tuple[str, str] | tuple[()] = ()
     """`parallel`: two arms that are also compared at equal norm and at equal gain of their experts."""
+
+    def kinds(self) -> dict[str, tuple[str, int, int]]:
+        """`ARM:K` -> its arm, K, and how many kinds of nodes that has."""
+        vary = {arm: len(changes.get("simulation", {}).get("vary", ())) for arm, changes in self.arms.items()}
+        nodes = {arm: int(changes.get("nodes", self.nodes)) for arm, changes in self.arms.items()}
+        return {f"{arm}:{k}": (arm, k, n) for arm, n in vary.items() for k in range(min(n, nodes[arm]))}
 
     def settings(self, arm: str) -> dict[str, Any]:
         """The config of an arm: the shared one with the arm's changes."""
@@ -114,10 +121,9 @@ def load_experiment(path: Path) -> Experiment:
         raise UserError(f"experiment {path}: {e}") from e
     for named in (*((c.first, c.second) for c in spec.compare), spec.match):
         for arm in named:
-            if arm not in spec.arms and arm != START:
-                raise UserError(
-                    f"experiment {path}: compare or match names the arm {arm!r}; there are {', '.join(spec.arms)}"
-                )
+            if arm not in (*spec.arms, *spec.kinds(), START):
+                there = ", ".join((*spec.arms, *spec.kinds()))
+                raise UserError(f"experiment {path}: compare or match names the arm {arm!r}; there are {there}")
     return spec
 
 
@@ -152,7 +158,13 @@ def run_experiment(path: Path, out: Path, jobs: int, only: Sequence[str] = ()) -
 
 def _write_results(spec: Experiment, out: Path) -> None:
     grid = [_job(spec, out, arm, seed) for seed in spec.seeds for arm in spec.arms]
-    records = [_record(j, spec) for j in grid if j.done]
+    named = {arm for c in spec.compare for arm in (c.first, c.second)}
+    records = []
+    for job in (j for j in grid if j.done):
+        records.append(record(job.arm, job.seed, job.run_dirs, spec.metric, spec.also))
+        for kind, (arm, k, n) in spec.kinds().items():
+            if arm == job.arm and kind in named:
+                records.append(record(kind, job.seed, job.run_dirs[k::n], spec.metric, spec.also))
     write_atomic(out / "results.jsonl", "".join(dumps(r) + "\n" for r in records))
     write_atomic(out / "table.md", table(spec, records))
 
@@ -242,37 +254,6 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(out.get(key), dict) and key not in ("tasks", "roles")
         out[key] = _merged(out[key], value) if both else value
     return out
-
-
-def _record(job: Job, spec: Experiment) -> dict[str, Any]:
-    """One line of results.jsonl: first and last evaluation (means over nodes), and what the run cost."""
-    logs = [list(read_jsonl(d / "metrics.jsonl")) for d in job.run_dirs]
-    ends = [[r for r in log if "eval/accuracy" in r] for log in logs]
-    keys = sorted(
-        {
-            k
-            for log in ends
-            for r in (log[0], log[-1])
-            for k in r
-            if k.startswith("eval/") or k in (spec.metric, *spec.also)
-        }
-    )
-    steps = [r for log in logs for r in log if r["step"] > 0]
-    tails = [[r["own/reward"] for r in log[-max(1, len(log) // 10) :] if "own/reward" in r] for log in logs]
-    return {
-        "arm": job.arm,
-        "seed": job.seed,
-        "nodes": job.nodes,
-        "steps": max(r["step"] for log in logs for r in log),
-        "start": {k: float(np.mean([log[0][k] for log in ends if k in log[0]])) for k in keys},
-        "end": {k: float(np.mean([log[-1][k] for log in ends if k in log[-1]])) for k in keys},
-        "end_per_node": [log[-1].get(spec.metric) for log in ends],
-        "own_reward_last_tenth": float(np.mean([np.mean(tail) for tail in tails if tail] or [0.0])),
-        "generated_tokens": sum(generated(r) for r in steps) / job.nodes,
-        "trained_tokens": sum(r.get("loss/trained_tokens", 0.0) for r in steps) / job.nodes,
-        "step_seconds": sum(r["time/step_s"] for r in steps) / job.nodes,
-        "curve": curve(logs, spec.metric),
-    }
 
 
 def table(spec: Experiment, records: Sequence[dict[str, Any]]) -> str:

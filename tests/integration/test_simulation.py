@@ -11,11 +11,12 @@ import pytest
 
 from coterie.config import config_from_dict
 from coterie.curves import at_same, curve, value_at
+from coterie.errors import UserError
 from coterie.experiment import load_experiment, run_experiment
 from coterie.importing import load_function
 from coterie.run import Run
 from coterie.rundir import read_jsonl
-from coterie.simulate import Simulation, simulate
+from coterie.simulate import Simulation, merged, simulate
 
 GUEST = """
 from coterie.swarm.exchange import Request
@@ -122,10 +123,16 @@ axis = "tokens"
 
 
 def test_an_experiment_of_swarms_records_curves(tmp_path: Path) -> None:
-    (tmp_path / "e.toml").write_text(SPEC)
+    kinds = '[[compare]]\nfirst = "own:1"\nsecond = "shared"\naxis = "tokens"\n'
+    vary = 'peers = "self"\nvary = [{}, { rollout = { problems = 2 } }]'
+    (tmp_path / "e.toml").write_text(SPEC.replace('peers = "self"', vary) + kinds)
     text = run_experiment(tmp_path / "e.toml", tmp_path / "out", jobs=1).read_text()
-    assert "| shared - own, at equal generated tokens |" in text
+    assert "| shared - own, at equal generated tokens |" in text and "| own:1 - shared, at equal" in text
     records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [r["arm"] for r in records] == 2 * ["shared", "own", "own:1"]
+    whole, kind = records[1], records[2]
+    assert (whole["nodes"], kind["nodes"]) == (2, 1) and kind["end_per_node"] == whole["end_per_node"][1:]
+    assert kind["generated_tokens"] > whole["generated_tokens"], "twice as many own problems as the other node"
     for r in records:
         points = r["curve"]
         assert [p["step"] for p in points] == [0, 1, 2] and points[0]["tokens"] == 0 == points[0]["cpu_s"]
@@ -133,6 +140,12 @@ def test_an_experiment_of_swarms_records_curves(tmp_path: Path) -> None:
         assert points[-1]["cpu_s"] > 0 and points[-1]["low"] <= points[-1]["metric"] <= points[-1]["high"]
     seeds = [(tmp_path / "out/runs/shared" / f"seed_{s}/node_1/config.toml").read_text() for s in (1, 2)]
     assert "seed = 1001" in seeds[0] and "seed = 2001" in seeds[1]
+
+
+def test_kinds_of_nodes_that_an_arm_has_not_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(SPEC.replace('second = "own"', 'second = "own:0"'))
+    with pytest.raises(UserError, match=r"'own:0'; there are shared, own$"):
+        load_experiment(tmp_path / "e.toml")
 
 
 def test_a_swarm_stopped_between_two_nodes_begins_anew(tmp_path: Path) -> None:
@@ -178,5 +191,7 @@ def test_the_experiments_on_sharing_are_valid(path: Path, monkeypatch: pytest.Mo
     spec = load_experiment(path)
     for arm, changes in spec.arms.items():
         config_from_dict(spec.settings(arm))
-        for guest in Simulation.model_validate(changes.get("simulation", {})).guests:
+        for change in (simulation := Simulation.model_validate(changes.get("simulation", {}))).vary:
+            config_from_dict(merged(spec.settings(arm), change))
+        for guest in simulation.guests:
             load_function(guest)
