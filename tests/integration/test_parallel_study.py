@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from coterie.errors import UserError
+from coterie.errors import CoterieError, UserError
 from coterie.experiment import load_experiment, run_experiment
-from coterie.parallel.study import orders
+from coterie.parallel.study import orders, work
 from coterie.parallel.study_models import crossing
 from coterie.parallel.study_table import Records, tables
 
@@ -53,6 +54,10 @@ parallel.baselines = []
 """
 
 
+class Failed:
+    returncode = 1
+
+
 @pytest.mark.slow
 def test_a_small_study_trains_every_run_once_scores_every_merge_and_goes_on_where_it_was(tmp_path: Path) -> None:
     file, out = tmp_path / "e.toml", tmp_path / "out"
@@ -85,6 +90,33 @@ def test_a_small_study_trains_every_run_once_scores_every_merge_and_goes_on_wher
     file.write_text(SPEC.replace('["rl", "sft"]', '["rl", "nobody"]'))
     with pytest.raises(UserError, match="'nobody'"):
         load_experiment(file)
+
+
+def test_a_folder_of_other_settings_is_refused_and_more_seeds_are_not(tmp_path: Path, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr(
+        "coterie.parallel.study.subprocess.run", lambda command, **_: started.append(command[-1]) or Failed
+    )
+    file, out = tmp_path / "e.toml", tmp_path / "out"
+    for text in (SPEC, SPEC.replace("seeds = [7]", "seeds = [7, 17]")):
+        file.write_text(text)
+        with pytest.raises(CoterieError, match="seed 7 failed"):
+            run_experiment(file, out, jobs=1)
+    assert started == ["7", "7", "17"]
+    file.write_text(SPEC.replace("steps = 1", "steps = 2"))
+    with pytest.raises(UserError, match="other settings; choose another --out"):
+        run_experiment(file, out, jobs=1)
+    (tmp_path / "old/runs").mkdir(parents=True)
+    with pytest.raises(UserError, match="other settings"):
+        run_experiment(file, tmp_path / "old", jobs=1)
+
+
+def test_two_processes_do_not_work_on_one_seed(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(SPEC)
+    with open(tmp_path / "seed-7.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CoterieError, match="another process is at work on seed 7"):
+            work(tmp_path / "e.toml", tmp_path, 7)
 
 
 @pytest.mark.parametrize("n", [2, 4, 6])

@@ -11,6 +11,7 @@ All runs of a seed are made in one process (a process for each would cost more t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.config import Config, config_from_dict
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, UserError
 from coterie.models import folder_of
 from coterie.parallel.plan import adapt_job, baseline_jobs, expert_jobs, finished, model_of
 from coterie.parallel.stages import merge_experts
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from coterie.experiment import Experiment
 
 MATCHED = "matched"  # name under which the comparison of the two arms is recorded
-PARTS = ("experts", "stages", "mixed", "models")
 
 
 def orders(n: int) -> list[list[int]]:
@@ -117,13 +117,26 @@ def mixed_runs(cfg: Config, merged: Path) -> dict[str, Config]:
     return out
 
 
-def work(file: Path, out: Path, seed: int, arms: Sequence[str] = (), parts: Sequence[str] = PARTS) -> None:
-    """Everything of one seed: training runs, then ``records/ARM-SEED.jsonl`` with one line per model and per run."""
+def work(file: Path, out: Path, seed: int) -> None:
+    """Everything of one seed: training runs, then ``records/ARM-SEED.jsonl`` with one line per model and per run.
+
+    Raises:
+        CoterieError: another process is at work on this seed.
+    """
     from coterie.experiment import load_experiment
+
+    with open(out / f"seed-{seed}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise CoterieError(f"{out}: another process is at work on seed {seed}; wait for it, or end it") from e
+        _work(load_experiment(file), out, seed)
+
+
+def _work(spec: Experiment, out: Path, seed: int) -> None:
     from coterie.parallel.study_models import matched_models, own_models
 
-    spec = load_experiment(file)
-    for arm in arms or (*spec.arms, *([MATCHED] if spec.match else [])):
+    for arm in (*spec.arms, *([MATCHED] if spec.match else [])):
         record = _record(out, arm, seed)
         if record.is_file():
             continue
@@ -136,25 +149,22 @@ def work(file: Path, out: Path, seed: int, arms: Sequence[str] = (), parts: Sequ
                 cfg = _config(spec, out, arm, seed)
                 n = len(cfg.parallel.experts)
                 shop = Shop(cfg, stack, range(n) if spec.orders == "all" else [spec.seeds.index(seed) % n])
-                _train(shop, parts)
-                if "models" not in parts:
-                    continue
+                _train(shop)
                 rows = own_models(shop, with_base=arm == next(iter(spec.arms)))
         record.parent.mkdir(exist_ok=True)
         write_atomic(record, "".join(dumps({"arm": arm, "seed": seed, **r}) + "\n" for r in rows))
 
 
-def _train(shop: Shop, parts: Sequence[str]) -> None:
+def _train(shop: Shop) -> None:
     cfg = shop.cfg
     experts = {j.name: j.runs[0] for j in expert_jobs(cfg)}
-    if "experts" in parts:
-        for run in experts.values():
-            shop.train(run)
-    if "stages" in parts and "multi_stage" in cfg.parallel.baselines:
+    for run in experts.values():
+        shop.train(run)
+    if "multi_stage" in cfg.parallel.baselines:
         for runs in stage_runs(cfg, shop.orders).values():
             for run in runs:
                 shop.train(run)
-    if "mixed" in parts and "mixed" in cfg.parallel.baselines:
+    if "mixed" in cfg.parallel.baselines:
         folder = Path(cfg.run_dir) / "merged"
         trained = {n: model_of(r) for n, r in experts.items()}
         merged = merge_experts(cfg, Path(folder_of(cfg.model.name)), trained, folder, cfg.parallel.lam, print)
@@ -175,12 +185,24 @@ def _config(spec: Experiment, out: Path, arm: str, seed: int) -> Config:
     return config_from_dict(raw | {"seed": seed, "run_dir": str(out / "runs" / arm / f"seed_{seed}")})
 
 
+def _claim(spec: Experiment, out: Path) -> None:
+    """What lies in ``out`` is taken as it is, so it must have been made with these settings; only the seeds may change."""
+    settings = dumps(spec.model_dump(mode="json", exclude={"seeds", "question"}))
+    file = out / "settings.json"
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if before != settings and (before or (out / "runs").exists()):
+        raise UserError(f"experiment: {out} holds runs made with other settings; choose another --out")
+    write_atomic(file, settings)
+
+
 def run_study(file: Path, spec: Experiment, out: Path, jobs: int) -> list[dict[str, Any]]:
     """Every seed that is not done, ``jobs`` processes at a time. Returns all records.
 
     Raises:
+        UserError: ``out`` belongs to an experiment with other settings.
         CoterieError: a process failed (its output is in ``seed-N.log``); what is finished is kept.
     """
+    _claim(spec, out)
     arms = [*spec.arms, *([MATCHED] if spec.match else [])]
 
     def one(seed: int) -> str:
@@ -200,6 +222,5 @@ def run_study(file: Path, spec: Experiment, out: Path, jobs: int) -> list[dict[s
     return [r for seed in spec.seeds for a in arms for r in _read(_record(out, a, seed))]
 
 
-if __name__ == "__main__":  # FILE OUT SEED [ARMS [PARTS]]
-    lists = [tuple(x.split(",")) for x in sys.argv[4:]]
-    work(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), *lists)
+if __name__ == "__main__":  # FILE OUT SEED
+    work(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
