@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 @helpers_app.command("test", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def test(
     ctx: typer.Context,
-    config: Annotated[Path, typer.Argument(help="TOML file with [helpers.roles.*]; values can be overridden.")],
+    config: Annotated[Path, typer.Argument(help="TOML file with helper roles; values can be overridden.")],
     question: Annotated[
         str, typer.Option(help="The problem that the helpers are told about.")
     ] = "What is 17 + 25 - 8?",
