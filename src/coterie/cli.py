@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from coterie.console import make_console
 from coterie.errors import CoterieError, UserError
 from coterie.helpers import cli as helpers_cli
 from coterie.merging import cli as merging_cli
@@ -39,10 +39,10 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except CoterieError as e:
-        Console(stderr=True).print("[bold red]error:[/]", escape(str(e)), highlight=False, soft_wrap=True)
+        make_console(stderr=True).print(Text("error:", style="bold red"), str(e), soft_wrap=True)
         sys.exit(e.exit_code)
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the same command goes on from the last checkpoint", highlight=False)
+        make_console(stderr=True).print("interrupted; the same command goes on from the last checkpoint")
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -144,7 +144,7 @@ def evaluate(
         low, high = t["interval95"]
         passes = [f"{t['pass'][str(x)]:.3f}" if str(x) in t["pass"] else "-" for x in ks]
         table.add_row(name, *passes, f"{low:.3f} - {high:.3f}", f"{t['mean_length']:.1f}", f"{t['truncated']:.0%}")
-    Console().print(table)
+    make_console().print(table)
     mean = "unknown (an answer key could not be read)" if result["accuracy"] is None else f"{result['accuracy']:.3f}"
     typer.echo(f"mean pass@1 over tasks: {mean}   settings: {json.dumps(result['settings'])}")
 
@@ -204,11 +204,11 @@ def doctor(
     if as_json:
         emit([c.__dict__ for c in found])
     else:
-        marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[red]fail[/]"}
+        colours = {"ok": "green", "note": "yellow", "fail": "red"}
         table = Table("", "check", "finding", "what to do", box=None)
         for c in found:
-            table.add_row(marks[c.level], c.name, c.finding, c.advice)
-        Console().print(table)
+            table.add_row(Text(c.level, style=colours[c.level]), c.name, c.finding, c.advice)
+        make_console().print(table)
     if any(c.level == "fail" for c in found):
         raise typer.Exit(1)
 
@@ -269,7 +269,7 @@ def bench(
     if as_json:
         emit(result)
     else:
-        Console().print_json(data=result)
+        make_console().print_json(data=result)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table in a terminal, plain lines when piped."""
+"""Where commands print, and what a person sees while a run goes on: a live table in a terminal, plain lines when piped."""
 
 from __future__ import annotations
 
@@ -22,13 +22,22 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "grad norm": ("policy/grad_norm", "{:.3f}".format),
 }
 _KEEP = 12  # rows of the live table
+_WIDE = 10_000  # columns of a pipe or file: nothing is wrapped or cut there
+
+
+def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """The console of every command. Texts are shown as they are: nothing in them is read as markup or as a picture's name."""
+    console = Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
+    if not console.file.isatty():
+        console.width = _WIDE
+    return console
 
 
 class RunConsole:
     """Progress of one run. ``row`` adds a step; ``note`` says something in between."""
 
     def __init__(self, steps: int, *, quiet: bool = False, every: int = 1) -> None:
-        self._console = Console(stderr=False, quiet=quiet)
+        self._console = make_console(quiet=quiet)
         self._every, self._steps = max(1, every), steps
         self._rows: list[dict[str, Any]] = []
         self._live: Live | None = None
@@ -50,7 +59,7 @@ class RunConsole:
             self._console.print(self.table())
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text)
 
     def row(self, step: int, metrics: dict[str, float]) -> None:
         """Show one step's metrics (rows with a held-out evaluation always, others every ``every`` steps)."""
@@ -78,4 +87,4 @@ class RunConsole:
 
     def _plain(self, step: int, metrics: dict[str, float]) -> None:
         cells = [f"{title} {fmt(metrics[key])}" for title, (key, fmt) in COLUMNS.items() if key in metrics]
-        self._console.print(f"step {step}/{self._steps}  " + "  ".join(cells), highlight=False, soft_wrap=True)
+        self._console.print(f"step {step}/{self._steps}  " + "  ".join(cells), soft_wrap=True)

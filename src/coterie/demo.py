@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 
 from coterie.config import Config, config_from_dict
+from coterie.console import make_console
 from coterie.errors import CoterieError
 from coterie.rundir import read_jsonl
 
@@ -60,10 +61,9 @@ def demo(run_dir: Path, seed: int) -> None:
         CoterieError: an arm failed.
     """
     run_dir = _free(run_dir)
-    console = Console()
+    console = make_console()
     console.print(
-        f"{NODES} nodes with the tiny model learn {', '.join(TASKS)}: once alone, once sharing what they try.\n",
-        highlight=False,
+        f"{NODES} nodes with the tiny model learn {', '.join(TASKS)}: once alone, once sharing what they try.\n"
     )
     start = time.monotonic()
     workers = _start(run_dir, seed)
@@ -168,6 +168,5 @@ def _last_words(console: Console, run_dir: Path, seconds: float) -> None:
         f"  {coterie} train configs/tiny.toml    # one node, four tasks, a few minutes\n"
         f"  {coterie} swarm run configs/swarm.toml --nodes 4    # processes that share through a file\n"
         f"  {coterie} eval tiny --tasks all -k 1,8 --problems 50    # what the base model can do",
-        highlight=False,
         soft_wrap=True,
     )

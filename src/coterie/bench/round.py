@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from coterie.config import Recompute
+from coterie.console import make_console
 from coterie.errors import CoterieError, UserError
 
 LOSS_TOLERANCE = 1e-4  # relative, of the loss and of the gradient's norm
@@ -92,7 +92,7 @@ def run(
         file = Path(folder) / f"{name}.json" if folder else None
         case = replace(CASES[name], threads=threads or CASES[name].threads)
         results[name] = _measure(name, case, repeats, warmup, bool(checkpointing), python, file)
-    Console(stderr=True).print(table(results))
+    make_console(stderr=True).print(table(results))
     return results
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coterie.console import make_console
 from coterie.errors import CoterieError, UserError
 from coterie.types import Source, Trajectory
 
@@ -49,7 +50,7 @@ def test(
     if as_json:
         typer.echo(json.dumps(results, indent=2, ensure_ascii=False))
     else:
-        console = Console()
+        console = make_console()
         for result in results:
             _show(console, result, cfg.loss.external_loss)
     lost = {r["role"]: r["reason"] for r in results if r["outcome"] != "ok"}

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from coterie.console import make_console
 from coterie.errors import UserError
 from coterie.merging.recipe import label_paths, make_recipe
 from coterie.models import folder_of
@@ -149,9 +149,9 @@ def interference_command(
         return
     from coterie.merging.tables import print_report
 
-    print_report(report, Console())
+    print_report(report, make_console())
     if out is not None:
-        Console().print(f"written: {out / 'interference.json'}, {out / 'interference.html'}", highlight=False)
+        typer.echo(f"written: {out / 'interference.json'}, {out / 'interference.html'}")
 
 
 def _split(text: str | None) -> list[str] | None:
@@ -176,32 +176,28 @@ def _emit(data: Any) -> None:
 
 
 def _show_plan(planned: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
     if "recipe" in planned:
-        console.print(planned["recipe"]["formula"], markup=False)
+        typer.echo(planned["recipe"]["formula"])
     size = f", {planned['output_bytes'] / 1e9:.3f} GB to write" if "output_bytes" in planned else ""
-    console.print(f"{planned['tensors']} tensors, {planned['values']:,} values{size}")
+    typer.echo(f"{planned['tensors']} tensors, {planned['values']:,} values{size}")
     for who, dtypes in planned["dtypes"].items():
-        console.print(f"{who}: " + ", ".join(f"{n:,} {d}" for d, n in dtypes.items()), markup=False)
+        typer.echo(f"{who}: " + ", ".join(f"{n:,} {d}" for d, n in dtypes.items()))
     for line in (*planned["notes"], *[f"warning: {w}" for w in planned["warnings"]]):
-        console.print(line, markup=False)
+        typer.echo(line)
 
 
 def _show_receipt(receipt: dict[str, Any], out: Path) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(receipt["recipe"]["formula"], markup=False)
+    typer.echo(receipt["recipe"]["formula"])
     norms = receipt["norms"]["all"]
     table = Table("expert", "weight", "L2 of delta (all values)", box=None)
     for e in receipt["recipe"]["experts"]:
         table.add_row(e["label"], f"{e['weight']:g}", f"{norms['deltas'][e['label']]:.4g}")
     table.add_row("merged update", "", f"{norms['merged_update']:.4g}")
-    console.print(table)
+    make_console().print(table)
     if (rounding := receipt.get("rounding", {}).get("all")) and rounding["cosine"] is not None:
-        console.print(
+        typer.echo(
             f"rounding: cosine {rounding['cosine']:.6f}, relative error {rounding['relative_error']:.2e} of the update"
         )
     for line in (*receipt["notes"], *[f"warning: {w}" for w in receipt["warnings"]]):
-        console.print(line, markup=False)
-    console.print(
-        f"written: {out} in {receipt['seconds']:.1f} s ({receipt['output_bytes'] / 1e9:.3f} GB)", markup=False
-    )
+        typer.echo(line)
+    typer.echo(f"written: {out} in {receipt['seconds']:.1f} s ({receipt['output_bytes'] / 1e9:.3f} GB)")

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from coterie.console import make_console
 from coterie.errors import UserError
 from coterie.merging.tables import number
 
@@ -63,13 +64,13 @@ def probe_command(
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    console = Console()
+    console = make_console()
     for found in report["temperatures"]:
         _show(found, console)
     if len(taus) > 1:
         _show_sweep(report["temperatures"], console)
     if out is not None:
-        console.print(f"written: {out / 'probe.json'}, {out / 'probe.html'}", highlight=False)
+        console.print(f"written: {out / 'probe.json'}, {out / 'probe.html'}")
 
 
 def _temperatures(text: str) -> list[float]:
@@ -86,7 +87,7 @@ def _show(found: dict[str, Any], console: Console) -> None:
         table.add_row(name, number(t["solve_rate"], ".2f"), f"{t['zero_gradient_share']:.0%}", f"{t['S']:.3g}", f"{t['V']:.3g}",
                       number(t["M"], ".3g"), f"{t['U']:.1e}", number(t["signal_share"], ".0%"),
                       number(t["off_policy"], "+.3f"), control)  # fmt: skip
-    console.print(f"temperature {found['settings']['temperature']:g}, advantage {found['advantage']}", highlight=False)
+    console.print(f"temperature {found['settings']['temperature']:g}, advantage {found['advantage']}")
     console.print(table)
     pairs = Table("pair", "I", "95% interval", "raw cos", "cosine", "95% interval", box=None)
     for p in found["pairs"]:
@@ -96,7 +97,7 @@ def _show(found: dict[str, Any], console: Console) -> None:
                       f"{wide[0]:+.2f}, {wide[1]:+.2f}" if wide else "unresolved")  # fmt: skip
     console.print(pairs)
     for p in found["pairs"]:
-        console.print(f"- {p['reading']}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"- {p['reading']}", soft_wrap=True)
 
 
 def _show_sweep(rows: list[dict[str, Any]], console: Console) -> None:

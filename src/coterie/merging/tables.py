@@ -41,7 +41,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     if report["subspaces"] and report["subspaces"]["matrices"]:
         console.print(_subspaces(report["subspaces"]))
     for line in (*report["notes"], *report["reading"]):
-        console.print(f"- {line}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"- {line}", soft_wrap=True)
 
 
 def _subspaces(found: dict[str, Any]) -> Table:

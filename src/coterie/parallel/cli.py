@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from coterie.console import make_console
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -46,8 +47,8 @@ def parallel_command(
         check_all(cfg)
         typer.echo(cfg.to_toml(), nl=False)
         return
-    console = Console(stderr=as_json)
-    result = parallel(cfg, note=lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
+    console = make_console(stderr=as_json)
+    result = parallel(cfg, note=lambda text: console.print(text, soft_wrap=True))
     if as_json:
         print(json.dumps(result, indent=2))
         return

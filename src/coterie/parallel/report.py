@@ -140,8 +140,8 @@ def print_summary(result: Mapping[str, Any], console: Console) -> None:
     console.print(kept)
     for v in result["verdicts"]:
         line = f"- {' and '.join(v['experts'])}: {v['outcome']}; {'; '.join(v['reasons'])}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print("seconds: " + "  ".join(f"{n} {s:.0f}" for n, s in result["seconds"].items()), highlight=False)
+        console.print(line, soft_wrap=True)
+    console.print("seconds: " + "  ".join(f"{n} {s:.0f}" for n, s in result["seconds"].items()))
 
 
 def _has_shrink(result: Mapping[str, Any]) -> bool:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coterie.console import make_console
 from coterie.errors import CoterieError, UserError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run(
         from coterie.swarm.launch import start, watch
 
         children = start(config, ctx.args, cfg, nodes)
-        watch(children, cfg.steps, Console())
+        watch(children, cfg.steps, make_console())
         dirs = [c.run_dir for c in children]
     from coterie.report import write_report
 
@@ -145,7 +145,7 @@ def status(
         shown = f"{accuracy:.3f}" if isinstance(accuracy, float) else ""
         cells = (r["name"], r.get("state", "starting"), r.get("step", ""), len(_mix(r)) or "", r.get("published", ""))
         table.add_row(*(_plain(c, 40) for c in (*cells, r.get("used", ""), shown, r["seen"])))
-    Console().print(table)
+    make_console().print(table)
     for r in rows:
         mix = ", ".join(f"{t} {n}" for t, n in _mix(r).items())
         troubles = r.get("troubles")

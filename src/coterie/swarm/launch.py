@@ -14,6 +14,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from coterie.config import Config
 from coterie.errors import CoterieError
@@ -27,7 +28,7 @@ COLUMNS = {
     "pool": ("swarm/pool", "{:.0f}"),
     "s/step": ("time/step_s", "{:.2f}"),
 }
-_STATES = {2.0: "[green]sharing[/]", 1.0: "[yellow]degraded[/]", 0.0: "[red]solo[/]"}
+_STATES = {2.0: ("sharing", "green"), 1.0: ("degraded", "yellow"), 0.0: ("solo", "red")}
 
 
 @dataclass
@@ -105,7 +106,7 @@ def table(children: Sequence[Child], steps: int) -> Table:
     out = Table("node", "step", "state", *COLUMNS, box=None, pad_edge=False)
     for c in children:
         row = c.last()
-        state = _STATES.get(row.get("swarm/state", -1.0), "starting")
+        state = Text(*_STATES.get(row.get("swarm/state", -1.0), ("starting", "")))
         cells = [fmt.format(row[key]) if key in row else "" for key, fmt in COLUMNS.values()]
         out.add_row(c.run_dir.name, f"{row.get('step', 0)}/{steps}", state, *cells)
     return out
