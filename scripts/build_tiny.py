@@ -3,7 +3,11 @@
     OMP_NUM_THREADS=1 python scripts/build_tiny.py --out src/coterie/models/tiny
 
 Everything is seeded: the same machine and library versions give the same weights. Problems come from the training split
-of the tasks in src/coterie/models/tiny_tasks.toml.
+of the tasks in src/coterie/models/tiny_tasks.toml. A model of another size and another tokenizer, for swarms whose nodes
+differ (experiments/sharing_mixed.toml):
+
+    OMP_NUM_THREADS=1 python scripts/build_tiny.py --out runs/tiny_pairs --layers 3 --width 96 --tokenizer pairs \
+        --tasks letter_counting,simple_equations,products,gcd --steps 500 --noisy-steps 150
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from tiny.data import Source, all_sources
 from tiny.fit import Plan, Trainer, batches
 from tiny.measure import pass_rates
 from tiny.net import check_same, make_model
-from tiny.tokens import fixed_phrases, make_tokenizer
+from tiny.tokens import PAIRS, fixed_phrases, make_tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PHRASE_SHARE = {"color_cube_rotation": 0.07}  # a phrase must stand in this share of a task's prompts; else 0.3
@@ -50,6 +54,14 @@ POOL = 20_000  # problems drawn per task
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--tasks", default="", help="only these tasks, comma-separated; else all")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--width", type=int, default=128, help="a multiple of 8; four heads, MLP of three times the width"
+    )
+    parser.add_argument(
+        "--tokenizer", choices=("phrases", "pairs"), default="phrases", help="pairs: two digits a token"
+    )
     parser.add_argument("--steps", type=int, default=1900, help="steps on right answers")
     parser.add_argument("--noisy-steps", type=int, default=500, help="then, steps on answers that slip")
     parser.add_argument("--clean", type=Path, help="state after the first part: read if it exists, else written")
@@ -64,15 +76,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
     started = time.monotonic()
 
-    sources = all_sources()
+    sources = all_sources([name for name in args.tasks.split(",") if name])
     pool = {name: source.items("train", POOL, f"train/{args.seed}") for name, source in sources.items()}
     phrases = [
         phrase
         for name, items in pool.items()
         for phrase in fixed_phrases([item["question"] for item in items[:2000]], PHRASE_SHARE.get(name, 0.3))
     ]
-    tokenizer = make_tokenizer(phrases)
-    model = make_model(tokenizer)
+    tokenizer = make_tokenizer([*phrases, *PAIRS] if args.tokenizer == "pairs" else phrases)
+    model = make_model(tokenizer, args.layers, args.width)
     count = sum(p.numel() for p in model.parameters())
     print(
         f"{count:,} parameters, {len(tokenizer)} tokens, problems { ({k: len(v) for k, v in pool.items()}) }",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -13,9 +14,10 @@ from coterie.tasks.base import Split, split_of_text
 Item = dict[str, Any]
 
 
-def all_sources() -> dict[str, Source]:
-    """The tasks of `tiny`, with the parameters shipped beside the model."""
-    return {name: Source(name, task.params) for name, task in tiny_tasks().items()}
+def all_sources(names: Sequence[str] = ()) -> dict[str, Source]:
+    """The tasks of `tiny`, or those of them that are named, with the parameters shipped beside the model."""
+    tasks = tiny_tasks()
+    return {name: Source(name, tasks[name].params) for name in names or tasks}
 
 
 class Source:

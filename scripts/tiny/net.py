@@ -7,27 +7,28 @@ The slim pass runs on the very parameters of the model (nothing is copied), so w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-LAYERS, WIDTH, HEADS, MLP, EPS, THETA = 4, 128, 4, 384, 1e-5, 10000.0
+HEADS, EPS, THETA, LONGEST = 4, 1e-5, 10000.0, 256
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, layers: int, width: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
+        hidden_size=width,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
-        intermediate_size=MLP,
+        intermediate_size=3 * width,
         rms_norm_eps=EPS,
         rope_parameters={"rope_type": "default", "rope_theta": THETA},
         tie_word_embeddings=True,
-        max_position_embeddings=256,
+        max_position_embeddings=LONGEST,
         initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -44,15 +45,13 @@ class Cache:
     length: int = 0
 
 
-def rope_table(length: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, ``[T, head width]``."""
-    half = WIDTH // HEADS // 2
-    angle = torch.arange(length)[:, None] / THETA ** (torch.arange(half) / half)  # [T, half]
+@cache
+def rope_table(width: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, ``[T, head width]``, for heads of ``width``."""
+    half = width // 2
+    angle = torch.arange(LONGEST)[:, None] / THETA ** (torch.arange(half) / half)  # [T, half]
     angle = torch.cat([angle, angle], dim=-1)  # [T, head width]
     return angle.cos(), angle.sin()
-
-
-COS, SIN = rope_table(256)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,14 +68,16 @@ def hidden_states(
 ) -> Tensor:
     """Last hidden states ``[B, T, width]`` of ``ids [B, T]``; causal, or by ``mask [B, 1, T, S]`` where a cache is used."""
     rows, length = ids.shape
+    width = model.config.hidden_size
+    all_cos, all_sin = rope_table(width // HEADS)
     at = slice(0, length) if positions is None else positions
-    cos, sin = COS[at], SIN[at]  # [T, head width] or [B, T, head width]
+    cos, sin = all_cos[at], all_sin[at]  # [T, head width] or [B, T, head width]
     if positions is not None:
         cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, head width]
     x = model.model.embed_tokens.weight[ids]  # [B, T, width]
     for i, layer in enumerate(model.model.layers):
         att, mlp = layer.self_attn, layer.mlp
-        h = F.rms_norm(x, (WIDTH,), layer.input_layernorm.weight, EPS)  # [B, T, width]
+        h = F.rms_norm(x, (width,), layer.input_layernorm.weight, EPS)  # [B, T, width]
         qkv = F.linear(h, torch.cat([att.q_proj.weight, att.k_proj.weight, att.v_proj.weight]))  # [B, T, 3 width]
         q, k, v = qkv.view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)  # each [B, heads, T, head width]
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -85,13 +86,15 @@ def hidden_states(
             cache.store[i, 0, :, :, cache.length : end], cache.store[i, 1, :, :, cache.length : end] = k, v
             k, v = cache.store[i, 0, :, :, :end], cache.store[i, 1, :, :, :end]  # [B, heads, S, head width]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, heads, T, head width]
-        x = x + att.o_proj(y.transpose(1, 2).reshape(rows, length, WIDTH))
-        h = F.rms_norm(x, (WIDTH,), layer.post_attention_layernorm.weight, EPS)
-        gate, up = F.linear(h, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])).chunk(2, dim=-1)  # [B, T, MLP]
+        x = x + att.o_proj(y.transpose(1, 2).reshape(rows, length, width))
+        h = F.rms_norm(x, (width,), layer.post_attention_layernorm.weight, EPS)
+        gate, up = F.linear(h, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])).chunk(
+            2, dim=-1
+        )  # [B, T, 3 width]
         x = x + mlp.down_proj(F.silu(gate) * up)
     if cache is not None:
         cache.length += length
-    return F.rms_norm(x, (WIDTH,), model.model.norm.weight, EPS)  # [B, T, width]
+    return F.rms_norm(x, (width,), model.model.norm.weight, EPS)  # [B, T, width]
 
 
 @torch.no_grad()
@@ -107,7 +110,8 @@ def sample(
     rows, longest = len(prompts), max(map(len, prompts))
     lengths = torch.tensor([len(p) for p in prompts])  # [B]
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])  # [B, T] padded on the left
-    cache = Cache(torch.zeros(LAYERS, 2, rows, HEADS, longest + new, WIDTH // HEADS))
+    width, layers = model.config.hidden_size, model.config.num_hidden_layers
+    cache = Cache(torch.zeros(layers, 2, rows, HEADS, longest + new, width // HEADS))
     real = torch.arange(longest + new)[None] >= (longest - lengths)[:, None]  # [B, S]
     causal = torch.ones(longest, longest, dtype=torch.bool).tril()  # [T, T]
     mask = (real[:, None, None, :longest] & causal) | torch.eye(longest, dtype=torch.bool)  # [B, 1, T, T]

@@ -1,4 +1,7 @@
-"""The tokenizer of `tiny`: one token a character, and one a fixed phrase of the tasks' prompts."""
+"""The tokenizer of `tiny`: one token a character, and one a fixed phrase of the tasks' prompts.
+
+`PAIRS` added to the phrases make another one, which cuts answers elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL = ["<pad>", "<eos>", "<unk>"]  # ids 0, 1, 2
 MARKS = ["<answer>", "</answer>"]
 CHARACTERS = sorted(set(string.printable[:95] + "\n×÷≤≥→∧∨¬"))
+PAIRS = [str(n) for n in range(10, 100)]  # two digits as one token
 ATOM = re.compile(r"#?[A-Za-z]+#?|\s+|.", re.DOTALL)
 
 

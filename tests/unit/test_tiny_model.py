@@ -17,7 +17,8 @@ from coterie.tasks.base import split_of_text
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from tiny.data import Source, all_sources
-from tiny.net import check_same, sample
+from tiny.net import check_same, make_model, sample
+from tiny.tokens import PAIRS, make_tokenizer
 
 from coterie.models.worked import answer
 
@@ -106,6 +107,24 @@ def test_problems_are_those_of_the_split(task: str, items: dict[str, tuple[Sourc
 def test_slim_forward_pass_equals_the_library(model: LlamaForCausalLM) -> None:
     ids = torch.arange(3 * 50).view(3, 50) % model.config.vocab_size  # [B, T]
     assert check_same(model, ids) < 1e-4
+
+
+def test_another_size_and_tokenizer(items: dict[str, tuple[Source, list[dict[str, Any]]]]) -> None:
+    """Two digits a token: other ids and other cuts, the same text; the slim pass holds at any size."""
+    other = make_tokenizer(["What is ", *PAIRS])
+    assert other.tokenize("105-7=98<answer>98") == ["10", "5", "-", "7", "=", "98", "<answer>", "98"]
+    rng = Random(0)
+    for task in ("gcd", "products"):
+        for item in items[task][1]:
+            text = answer(task, item, rng, 0.0)
+            assert other.decode(other.encode(text)) == text
+    small = make_model(other, layers=2, width=32)
+    assert check_same(small, torch.arange(80).view(2, 40) % len(other)) < 1e-4
+    prompts = [other.encode("What is 12"), other.encode("12 + 3 = ")]
+    made = [
+        sample(small, some, 5, torch.Generator(), other.eos_token_id, greedy=True) for some in ([prompts[0]], prompts)
+    ]
+    assert made[0][0] == made[1][0], "an answer depends on its neighbour in the batch"
 
 
 def test_model_answers_held_out_problems_of_every_task_sometimes(
