@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,13 +164,24 @@ def _weights(base: Path, experts: Mapping[str, Path]) -> Row:
     }
 
 
+def _norms(base: Path, experts: Mapping[str, Path]) -> dict[str, float]:
+    """L2 norms of the deltas."""
+    from coterie.merging.gram import gram_pass
+    from coterie.merging.inputs import open_inputs
+    from coterie.merging.recipe import make_recipe
+
+    inputs = open_inputs(base, make_recipe(base, list(experts.values()), labels=list(experts)).experts)
+    squares = gram_pass(inputs, threads=1).diagonal().tolist()  # [N]
+    return {e.label: math.sqrt(s) for e, s in zip(inputs.experts, squares, strict=True)}
+
+
 def matched_models(shop: Shop, arms: Mapping[str, Config], scratch: Path) -> list[Row]:
     """The two arms' sums with experts scaled to equal norm (the second arm's to the first's), and to equal gain."""
     judge = Judge(shop)
     base, at = judge.base, scratch / "merged"
     folders = {a: {j.name: model_of(j.runs[0]) for j in expert_jobs(c)} for a, c in arms.items()}
     first, second = arms
-    norms = {a: {n: e["l2_norm"] for n, e in _weights(base, f)["experts"].items()} for a, f in folders.items()}
+    norms = {a: _norms(base, f) for a, f in folders.items()}
     names = list(folders[first])
     rows = _scaled(judge, folders[second], {n: norms[first][n] / norms[second][n] for n in names}, f"norm/{second}", at)
     scales = equal_gain(judge, folders, at)
