@@ -28,6 +28,7 @@ from coterie.sft import SupervisedTrainer, worked_answers
 from coterie.swarm.build import open_node, training_problems
 from coterie.swarm.likelihood import own_logprobs
 from coterie.swarm.memory import MemoryHub
+from coterie.tasks.reasoning_gym import Records, record
 from coterie.tasks.scoring import Scorer
 from coterie.tasks.taskset import build_tasks
 from coterie.tracking import Tracker, transcript
@@ -110,12 +111,13 @@ def make_engine(cfg: Config, policy: Policy) -> Engine:
 
 
 @contextmanager
-def build(cfg: Config, hub: MemoryHub | None = None) -> Iterator[Trainer]:
-    """All parts of a node, closed in the right order whatever happens. ``hub``: where nodes of one process meet."""
+def build(cfg: Config, hub: MemoryHub | None = None, records: Records = record) -> Iterator[Trainer]:
+    """All parts of a node, closed in the right order whatever happens. Nodes of one process meet at ``hub``, and may share what
+    makes the tasks' ``records``."""
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     torch.manual_seed(derive(cfg.seed, "torch") % 2**31)
     with ExitStack() as stack:
-        tasks = build_tasks(cfg.tasks)
+        tasks = build_tasks(cfg.tasks, records=records)
         shared = distributed.world() > 1
         scorer = stack.enter_context((distributed.SharedScorer if shared else Scorer)(cfg.scoring))
         critic = cfg.method == "rl" and cfg.advantage.kind == "gae"
@@ -144,7 +146,9 @@ class Run:
         CoterieError: the disk refuses; the last checkpoint is intact.
     """
 
-    def __init__(self, cfg: Config, *, quiet: bool = False, hub: MemoryHub | None = None) -> None:
+    def __init__(
+        self, cfg: Config, *, quiet: bool = False, hub: MemoryHub | None = None, records: Records = record
+    ) -> None:
         check(cfg)
         self.cfg = cfg
         self.metrics: dict[str, float] = {}
@@ -155,7 +159,7 @@ class Run:
             leads = distributed.leads()
             self.dir = RunDir(cfg) if leads else distributed.FollowerDir(cfg)
             stack.callback(self.dir.close)
-            self.trainer = stack.enter_context(build(cfg, hub))
+            self.trainer = stack.enter_context(build(cfg, hub, records))
             mine = cfg if leads else cfg.model_copy(update={"tracking": TrackingConfig()})
             self._tracker = stack.enter_context(Tracker(mine, self.dir))
             every = max(1, cfg.steps // 20)

@@ -12,7 +12,6 @@ import argparse
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,6 +25,7 @@ from coterie.run import Run, Summary
 from coterie.swarm.memory import MemoryHub
 from coterie.swarm.selection import select
 from coterie.swarm.solo import SoloNode
+from coterie.tasks.reasoning_gym import remembering
 from coterie.tasks.taskset import TaskSet
 from coterie.trainer import Trainer
 from coterie.types import Group, Problem
@@ -102,15 +102,6 @@ def node_config(cfg: Config, i: int, vary: Sequence[dict[str, Any]] = ()) -> Con
     return config_from_dict(merged(own.model_dump(), vary[i % len(vary)])) if vary else own
 
 
-def share_problems(runs: Sequence[Run]) -> None:
-    """One memory of problems for all nodes: what one draws, the others would make again to check it."""
-    made: dict[tuple[str, str], Callable[[int], Problem]] = {}
-    for run in runs:
-        for name, task in run.trainer.tasks.tasks.items():
-            key = (name, repr(run.cfg.tasks[name].model_copy(update={"weight": 1.0})))
-            setattr(task, "problem", made.setdefault(key, lru_cache(maxsize=16384)(task.problem)))  # noqa: B010
-
-
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """``base`` with ``changes``, section by section."""
     out = dict(base)
@@ -135,8 +126,8 @@ def simulate(
     hub = MemoryHub()
     with ExitStack() as stack:
         configs = [node_config(cfg, i, sim.vary) for i in range(nodes)]
-        runs = [stack.enter_context(Run(c, quiet=True, hub=hub)) for c in configs]
-        share_problems(runs)
+        records = remembering()
+        runs = [stack.enter_context(Run(c, quiet=True, hub=hub, records=records)) for c in configs]
         for run in runs:
             if sim.problems == "same":
                 run.trainer.tasks = CommonProblems(run.trainer.tasks, run.cfg.seed, cfg.seed)

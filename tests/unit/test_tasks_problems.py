@@ -132,6 +132,25 @@ def test_errors_say_what_to_do(cfg: dict[str, TaskConfig], message: str) -> None
         build_tasks(cfg)
 
 
+def test_a_shared_memory_makes_each_problem_once_and_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For task sets that differ in what is put around a problem; the newest are kept."""
+    made: list[int] = []
+    item = reasoning_gym.item
+    monkeypatch.setattr(reasoning_gym, "item", lambda n, p, i: (made.append(i), item(n, p, i))[1])
+    apart = build_tasks({"sums": SMALL}).draw("me", 0, 8)
+    plain = len(made)
+    records = reasoning_gym.remembering(size=1000)
+    mine = build_tasks({"sums": SMALL}, records=records)
+    other = build_tasks({"sums": SMALL.model_copy(update={"suffix": " ?", "weight": 2.0})}, records=records)
+    assert mine.draw("me", 0, 8) == apart and len(made) == 2 * plain
+    checked = [other.problem_from_id(p.id) for p in apart]
+    assert len(made) == 2 * plain and [p.prompt for p in checked] == [p.prompt + " ?" for p in apart]
+    small = build_tasks({"sums": SMALL}, records=reasoning_gym.remembering(size=1))
+    for index in (1, 2, 1):
+        small.tasks["sums"].problem(index)
+    assert made[2 * plain :] == [1, 2, 1]
+
+
 def test_rw28_one_dataset_object_per_task_and_parameters() -> None:
     assert (
         reasoning_gym.dataset("gcd")

@@ -17,9 +17,9 @@ import json
 import os
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ from coterie.tasks import maker
 from coterie.tasks.base import MAX_TRIES, Split, UnknownProblem, canonical_json, hashed, id_prefix, split_of_text
 from coterie.tasks.base import too_small as _too_small
 from coterie.types import Problem
+
+Records = Callable[[str, str, int], dict[str, Any]]  # task, parameters as JSON, index -> the library's record
 
 KIND = "reasoning_gym"
 SEED = 0
@@ -112,6 +114,17 @@ def item(name: str, params: Mapping[str, Any], index: int) -> dict[str, Any]:
     return record
 
 
+def record(name: str, params: str, index: int) -> dict[str, Any]:
+    """:func:`item` with the parameters as JSON."""
+    return item(name, json.loads(params), index)
+
+
+def remembering(size: int = 16384) -> Records:
+    """:func:`record` with a memory of the ``size`` latest, for several task sets that make the same problems: what one node of
+    a simulation draws, the others make again to check it."""
+    return lru_cache(maxsize=size)(record)
+
+
 def has_plain_scorer(name: str) -> bool:
     """Whether the task compares its answer with one text and nothing else."""
     from reasoning_gym.dataset import ProceduralDataset
@@ -137,30 +150,32 @@ def evaluates_text(name: str) -> bool:
 
 
 class ReasoningGymTask:
-    """One reasoning-gym task with its parameters, drawn by hashed index."""
+    """One reasoning-gym task with its parameters, drawn by hashed index. ``records`` makes them."""
 
-    def __init__(self, name: str, cfg: TaskConfig) -> None:
+    def __init__(self, name: str, cfg: TaskConfig, records: Records = record) -> None:
         self.name = name
+        self._records = records
         self.library_name = cfg.name or name
         self.suffix = cfg.suffix
         self.verifier = "task" if cfg.verifier == "auto" else cfg.verifier
         self.params = canonical_params(self.library_name, cfg.params)
+        self._params = canonical_json(self.params)
         dataset(self.library_name, self.params)  # refuses bad values now, not in the middle of a run
 
-    @property
+    @cached_property
     def prefix(self) -> str:
         return id_prefix(KIND, self.library_name, self.params)
 
     def problem(self, index: int) -> Problem:
-        record = item(self.library_name, self.params, index)
-        answer = record["answer"]
+        found = self._records(self.library_name, self._params, index)
+        answer = found["answer"]
         return Problem(
             id=f"{self.prefix}#{index}",
             task=self.name,
-            prompt=record["question"] + self.suffix,
+            prompt=found["question"] + self.suffix,
             reference=None if answer is None else str(answer),
             verifier=self.verifier,
-            metadata={"question": record["question"], "entry": record},
+            metadata={"question": found["question"], "entry": found},
         )
 
     def sample(self, split: Split, stream: str, counter: int) -> Problem:

@@ -90,8 +90,13 @@ class TaskSet:
         return list(found.values())
 
 
-def build_tasks(cfg: Mapping[str, TaskConfig], custom_verifiers: Collection[str] = ()) -> TaskSet:
-    """The tasks of a config section. ``custom_verifiers`` names those the caller gives to its Scorer.
+def build_tasks(
+    cfg: Mapping[str, TaskConfig],
+    custom_verifiers: Collection[str] = (),
+    records: reasoning_gym.Records = reasoning_gym.record,
+) -> TaskSet:
+    """The tasks of a config section. ``custom_verifiers`` names those the caller gives to its Scorer; ``records`` makes (or
+    remembers, :func:`coterie.tasks.reasoning_gym.remembering`) the library's records.
 
     Raises:
         UserError: no task, unknown task or parameter, a value the task refuses, a file or line that cannot be read.
@@ -103,7 +108,7 @@ def build_tasks(cfg: Mapping[str, TaskConfig], custom_verifiers: Collection[str]
         if section.kind == "jsonl":
             tasks[name] = JsonlTask(name, section, custom_verifiers)
         else:
-            tasks[name] = ReasoningGymTask(name, section)
+            tasks[name] = ReasoningGymTask(name, section, records)
     return TaskSet(tasks, {name: section.weight for name, section in cfg.items()})
 
 
