@@ -33,6 +33,11 @@ def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     return console
 
 
+def say(text: str) -> None:
+    """What a command is about to do, on stderr: stdout is for its result."""
+    make_console(stderr=True).print(text, soft_wrap=True)
+
+
 class RunConsole:
     """Progress of one run. ``row`` adds a step; ``note`` says something in between."""
 

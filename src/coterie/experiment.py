@@ -23,6 +23,7 @@ import tomli_w
 from pydantic import Field, ValidationError
 
 from coterie.config import Section
+from coterie.console import say
 from coterie.curves import AXES, Axis, at_same, record
 from coterie.errors import CoterieError, UserError
 from coterie.rundir import dumps, write_atomic
@@ -181,7 +182,7 @@ def _run_all(todo: list[Job], spec: Experiment, out: Path, jobs: int) -> None:
             while len(running) >= jobs:
                 _reap(running, spec, out)
             running[job] = _start(job, spec, out)
-            print(f"[{i + 1}/{len(todo)}] {job.arm} seed {job.seed}", flush=True)
+            say(f"[{i + 1}/{len(todo)}] {job.arm} seed {job.seed}")
         while running:
             _reap(running, spec, out)
     finally:
@@ -218,6 +219,7 @@ def _make_base(spec: Experiment, out: Path) -> None:
     folder, config = out / "base", out / "configs" / "base.toml"
     if not spec.base or (folder / "DONE").exists():
         return
+    say(f"making the base, from whose model all arms start (log: {out / 'base.log'})")
     config.parent.mkdir(exist_ok=True)
     config.write_text(tomli_w.dumps(spec.base), encoding="utf-8")
     command = [sys.executable, "-m", "coterie.cli", "train", str(config), "--run_dir", str(folder)]

@@ -54,11 +54,13 @@ def test_grid_runs_resumes_and_tables(tmp_path: Path) -> None:
     assert "lr = 1e-06" in config and "seed = 1" in config
 
 
-def test_a_failing_run_is_named_and_what_is_done_is_kept(tmp_path: Path) -> None:
+def test_a_failing_run_is_named_and_what_is_done_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = spec_file(tmp_path, SPEC.replace("lr = 1e-6", "lrr = 1e-6"))
     with pytest.raises(CoterieError, match=r"slow seed 0 failed.*slow-0\.log"):
         run_experiment(path, tmp_path / "out", jobs=1)
     assert "lrr" in (tmp_path / "out" / "slow-0.log").read_text()
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.splitlines() == ["[1/4] alone seed 0", "[2/4] slow seed 0"]
     records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [(r["arm"], r["seed"]) for r in records] == [("alone", 0)]
     assert "| alone |" in (tmp_path / "out" / "table.md").read_text()
@@ -74,11 +76,16 @@ params = { min_n = 1, max_n = 1023 }
 """
 
 
-def test_arms_start_from_the_base_that_is_made_first(tmp_path: Path) -> None:
+def test_arms_start_from_the_base_that_is_made_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = spec_file(tmp_path, SPEC.replace("[config]", BASE.replace("max_n", "max_m") + "[config]"))
     with pytest.raises(CoterieError, match=r"the base failed; see .*base\.log"):
         run_experiment(path, tmp_path / "out", jobs=1)
     assert "max_m" in (tmp_path / "out" / "base.log").read_text()
+    said = capsys.readouterr()
+    assert (
+        said.out == ""
+        and said.err == f"making the base, from whose model all arms start (log: {tmp_path}/out/base.log)\n"
+    )
     spec = load_experiment(path)
     made = str(tmp_path / "base" / "model")
     assert from_base(spec.settings("alone"), spec, tmp_path)["model"] == {"name": made}

@@ -92,7 +92,7 @@ def test_a_small_study_trains_every_run_once_scores_every_merge_and_goes_on_wher
         load_experiment(file)
 
 
-def test_a_folder_of_other_settings_is_refused_and_more_seeds_are_not(tmp_path: Path, monkeypatch) -> None:
+def test_a_folder_of_other_settings_is_refused_and_more_seeds_are_not(tmp_path: Path, monkeypatch, capsys) -> None:
     started = []
     monkeypatch.setattr(
         "coterie.parallel.study.subprocess.run", lambda command, **_: started.append(command[-1]) or Failed
@@ -103,6 +103,10 @@ def test_a_folder_of_other_settings_is_refused_and_more_seeds_are_not(tmp_path: 
         with pytest.raises(CoterieError, match="seed 7 failed"):
             run_experiment(file, out, jobs=1)
     assert started == ["7", "7", "17"]
+    said = capsys.readouterr()
+    assert said.out == "" and [line.partition(":")[0] for line in said.err.splitlines()] == [
+        f"seed {s}" for s in started
+    ]
     file.write_text(SPEC.replace("steps = 1", "steps = 2"))
     with pytest.raises(UserError, match="other settings; choose another --out"):
         run_experiment(file, out, jobs=1)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.config import Config, config_from_dict
+from coterie.console import say
 from coterie.errors import CoterieError, UserError
 from coterie.models import folder_of
 from coterie.parallel.plan import adapt_job, baseline_jobs, expert_jobs, finished, model_of
@@ -208,8 +209,8 @@ def run_study(file: Path, spec: Experiment, out: Path, jobs: int) -> list[dict[s
     def one(seed: int) -> str:
         if all(_record(out, a, seed).is_file() for a in arms):
             return ""
-        print(f"seed {seed}", flush=True)
         log = out / f"seed-{seed}.log"
+        say(f"seed {seed}: experts, baselines and merges of {', '.join(arms)} (log: {log})")
         command = [sys.executable, "-m", "coterie.parallel.study", str(file), str(out), str(seed)]
         with open(log, "ab") as to:
             code = subprocess.run(command, stdout=to, stderr=to, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
