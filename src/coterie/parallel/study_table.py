@@ -101,12 +101,14 @@ class Records:
         return float(np.mean([self.mean(seed, arm, f"expert/{n}", ts, key) for n, ts in rest.items()]))
 
     def weight(self, seed: int, arm: str, column: int) -> float:
-        """A figure of the deltas, mean over experts or pairs."""
+        """A figure of the deltas, mean over those experts or pairs that have one (a delta of 0 has no cosine)."""
         where, _, of, _ = _WEIGHTS[column]
         found = self._weights.get((arm, seed))
         if found is None:
             return math.nan
-        return float(np.mean([of(x) for x in (found[where].values() if where == "experts" else found[where])]))
+        values = [of(x) for x in (found[where].values() if where == "experts" else found[where])]
+        known = [v for v in values if v is not None]
+        return float(np.mean(known)) if known else math.nan
 
 
 def shown(values: Sequence[float], form: str = "+.3f") -> str:
@@ -217,7 +219,7 @@ def matched(r: Records) -> list[str]:
     return _table(head, out)
 
 
-_WEIGHTS: tuple[tuple[str, str, Callable[[Row], float], str], ...] = (
+_WEIGHTS: tuple[tuple[str, str, Callable[[Row], float | None], str], ...] = (
     ("experts", "L2 norm of a delta", lambda e: e["l2_norm"], ".2f"),
     ("experts", "above 1e-5", lambda e: e["share_above"]["1e-05"], ".3f"),
     ("experts", "visible in bf16", lambda e: e["share_visible_in_bf16"], ".3f"),
