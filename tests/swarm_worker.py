@@ -14,7 +14,7 @@ import swarm_kit as kit
 
 from coterie.config import Config, SwarmConfig
 from coterie.errors import UserError
-from coterie.swarm.build import open_node
+from coterie.swarm.build import open_link, open_node
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     cfg = Config(run_dir=sys.argv[5], seed=number, swarm=SwarmConfig(exchange=sys.argv[4], **settings))
     state = Path(sys.argv[5]) / "state.json"
     try:
-        node = open_node(cfg, encoder=kit.encoder(), problem_of=kit.problem_of, score=kit.score)
+        node = open_node(cfg, open_link(cfg), encoder=kit.encoder(), problem_of=kit.problem_of, score=kit.score)
     except UserError as e:
         print(json.dumps({"refused": str(e)}), flush=True)
         sys.exit(2)

@@ -25,7 +25,7 @@ from coterie.policy import Policy
 from coterie.rng import derive
 from coterie.rundir import RunDir
 from coterie.sft import SupervisedTrainer, worked_answers
-from coterie.swarm.build import open_node, training_problems
+from coterie.swarm.build import check_swarm, open_link, open_node, training_problems
 from coterie.swarm.likelihood import own_logprobs
 from coterie.swarm.memory import MemoryHub
 from coterie.tasks.reasoning_gym import Records, record
@@ -63,6 +63,7 @@ def check(cfg: Config) -> None:
     if distributed.world() > 1:
         distributed.check(cfg)
     _check_helpers(cfg)
+    check_swarm(cfg)
     if cfg.method == "sft":
         worked_answers(cfg.sft.answers)
 
@@ -120,18 +121,23 @@ def build(cfg: Config, hub: MemoryHub | None = None, records: Records = record) 
         tasks = build_tasks(cfg.tasks, records=records)
         shared = distributed.world() > 1
         scorer = stack.enter_context((distributed.SharedScorer if shared else Scorer)(cfg.scoring))
+        link = open_link(cfg, hub)
+        entered = stack.enter_context(ExitStack())
+        if link is not None:
+            entered.callback(link.close)
         critic = cfg.method == "rl" and cfg.advantage.kind == "gae"
         kind = distributed.ShardedPolicy if shared else Policy
         policy = kind.load(cfg.model, seed=cfg.seed, optim=cfg.optim, value_head=critic)
         engine = make_engine(cfg, policy)
         node = open_node(
             cfg,
+            link,
             encoder=policy.encoder,
             problem_of=training_problems(tasks),
             score=partial(scorer.score, untrusted=True),
             logprobs=own_logprobs(policy, cfg) if cfg.swarm.less_likely else None,
-            hub=hub,
         )
+        entered.pop_all()  # the node closes its link
         stack.callback(node.close)
         helpers = stack.enter_context(build_helpers(cfg, policy.encoder, policy)) if cfg.helpers.roles else None
         trainer = distributed.SharedTrainer if shared else TRAINERS[cfg.method]

@@ -68,6 +68,9 @@ CASES = {
     "infinite number": (["--optim.lr", "inf"], 2, "optim.lr"),
     "infinite temperature": (["--rollout.temperature", "inf"], 2, "rollout.temperature"),
     "dataset missing": (["--tasks.mine.kind", "jsonl", "--tasks.mine.path", "nowhere.jsonl"], 2, "nowhere.jsonl"),
+    "no relay": (["--swarm.exchange", "network"], 2, "needs swarm.connect"),
+    "relay without a port": (["--swarm.exchange=network", "--swarm.connect", '["host"]'], 2, "an endpoint looks like"),
+    "a name for an id": (["--swarm.exchange=local", "--swarm.allow", '["amber-otter"]'], 2, "is not a node id"),
     "no worked answers": (["--method", "sft", "--sft.answers", "nowhere.py:f"], 2, "sft.answers: 'nowhere.py:f'"),
     **{f"helper {name}": _helper(*case) for name, case in HELPERS.items()},
     "tracking extra": (["--tracking.wandb", "true"], 2, "pip install -e '.[wandb]'"),
@@ -135,6 +138,7 @@ def test_a_held_out_prompt_beyond_the_context_gets_advice_that_helps(tmp_path, c
 
 
 DRY = ["unknown task", "unknown parameter", "bad parameter", "dataset missing", "too few", "no worked answers"]
+DRY += ["no relay", "relay without a port", "a name for an id"]
 
 
 @pytest.mark.parametrize("name", [*DRY, *(f"helper {h}" for h in HELPERS)])

@@ -14,7 +14,9 @@ from swarm_processes import free_port, wait_for
 from typer.testing import CliRunner
 
 from coterie.cli import app
+from coterie.config import load_config
 from coterie.errors import CoterieError, UserError
+from coterie.run import build
 from coterie.swarm.access import Access
 from coterie.swarm.contribute import contribute
 from coterie.swarm.exchange import Request
@@ -60,10 +62,33 @@ def test_status_of_a_local_swarm(tmp_path: Path) -> None:
     a.beat(json.dumps(info | {"troubles": ["amber-otter-3f2a: copy, idle"]}))
     LocalExchange(tmp_path / "s.sqlite", kit.person(2).node_id).beat("not JSON")
     rows = json.loads(call("swarm", "status", "--path", str(tmp_path / "s.sqlite"), "--json"))
-    assert {r["name"]: r.get("step") for r in rows} == {kit.person(1).name: 4, kit.person(2).name: None}
+    assert {r["name"]: (r.get("step"), r["state"]) for r in rows} == {
+        kit.person(1).name: (4, "sharing"),
+        kit.person(2).name: (None, "unknown"),
+    }
     shown = call("swarm", "status", "--path", str(tmp_path / "s.sqlite"))
-    assert "2 nodes" in shown and "trouble with amber-otter-3f2a: copy, idle" in shown
+    assert shown.endswith("2 nodes\n") and "trouble with amber-otter-3f2a: copy, idle" in shown
     a.close()
+
+
+def test_a_node_is_seen_while_its_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer, once that has failed; its identity is free again."""
+    flags = f"--tasks.gcd.weight 1 --swarm.exchange local --run_dir {tmp_path}/node --swarm.path {tmp_path}/s.sqlite"
+    cfg = load_config(None, flags.split())
+    shown: list[str] = []
+
+    def load(*args: object, **kwargs: object) -> None:
+        shown.append(call("swarm", "status", "--path", cfg.swarm.path))
+        raise CoterieError("cannot be loaded")
+
+    monkeypatch.setattr("coterie.run.Policy.load", load)
+    Path(cfg.run_dir).mkdir()
+    for _ in range(2):
+        with pytest.raises(CoterieError, match="cannot be loaded"), build(cfg):
+            pass
+    assert all("1 node, 1 of them without a report yet (nodes report after" in s and "starting" in s for s in shown)
+    empty = call("swarm", "status", "--path", cfg.swarm.path)
+    assert empty == "0 nodes (a node enters when it starts, and reports after its first step)\n" and len(shown) == 2
 
 
 def test_status_shows_what_strangers_say_without_obeying_it(tmp_path: Path) -> None:
@@ -139,6 +164,15 @@ def test_a_swarm_node_may_be_joined_by_a_silent_contributor(tmp_path: Path) -> N
     assert len(reader.collect(Request(4, 10_000))) == 1
     reader.close()
     writer.close()
+
+
+def test_a_launcher_says_at_once_where_its_nodes_print(tmp_path: Path) -> None:
+    args = ["swarm", "run", CONFIG, "--nodes", "1", "--run_dir", str(tmp_path), "--model.name", "./no/such"]
+    result = CliRunner().invoke(app, args)
+    assert isinstance(result.exception, CoterieError) and "node_0 failed: error: model ./no/such" in str(
+        result.exception
+    )
+    assert result.stderr == f"nodes: 1 started; each prints to its log in {tmp_path}, node_0.log and so on\n"
 
 
 def test_a_failed_node_is_named_with_its_last_words(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import swarm_kit as kit
 
 from coterie.config import Config, SwarmConfig
 from coterie.errors import UserError
-from coterie.swarm.build import open_node
+from coterie.swarm.build import open_link, open_node
 from coterie.swarm.controller import AdaptiveShare
 from coterie.swarm.exchange import Request, Status
 from coterie.swarm.identity import Identity
@@ -95,7 +95,7 @@ def test_a_node_that_asks_for_none_publishes_and_receives_nothing() -> None:
 
 
 def test_a_solo_node_does_nothing_at_all() -> None:
-    node = open_node(Config(), encoder=kit.encoder(), problem_of=kit.problem_of, score=kit.score)
+    node = open_node(Config(), open_link(Config()), encoder=kit.encoder(), problem_of=kit.problem_of, score=kit.score)
     assert isinstance(node, SoloNode)
     node.publish([kit.group(kit.person(1), 1)])
     assert node.collect(0) == [] and node.metrics() == {} and node.state_dict() == {}
@@ -321,12 +321,12 @@ def test_the_adaptive_ratio_backs_off_and_recovers() -> None:
 def test_open_node_builds_what_the_config_says_and_refuses_a_second(tmp_path: Path) -> None:
     cfg = Config(run_dir=str(tmp_path / "node_0"), swarm=SwarmConfig(exchange="local"))
     parts = dict(encoder=kit.encoder(), problem_of=kit.problem_of, score=kit.score)
-    node = open_node(cfg, **parts)
+    node = open_node(cfg, open_link(cfg), **parts)
     assert (tmp_path / "swarm.sqlite").exists() and (tmp_path / "node_0" / "identity.pem").exists()
     with pytest.raises(UserError, match="already in use"):
-        open_node(cfg, **parts)
+        open_link(cfg)
     node.close()
-    open_node(cfg, **parts).close()
+    open_node(cfg, open_link(cfg), **parts).close()
     bad = [
         (SwarmConfig(exchange="memory"), "one process"),
         (SwarmConfig(exchange="network"), r"needs swarm\.connect"),
@@ -336,7 +336,7 @@ def test_open_node_builds_what_the_config_says_and_refuses_a_second(tmp_path: Pa
     ]
     for section, text in bad:
         with pytest.raises(UserError, match=text):
-            open_node(cfg.model_copy(update={"swarm": section}), **parts)
+            open_link(cfg.model_copy(update={"swarm": section}))
 
 
 def stated(me: Identity, index: int, question: str, verifier: str = "exact", state: bool = True) -> bytes:

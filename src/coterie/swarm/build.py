@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,16 +28,44 @@ if TYPE_CHECKING:
     from coterie.tasks.taskset import TaskSet
 
 
-def open_node(
-    cfg: Config,
-    *,
-    encoder: PromptEncoder,
-    problem_of: ProblemFn,
-    score: ScoreFn,
-    logprobs: LogprobFn | None = None,
-    hub: MemoryHub | None = None,
-) -> Node:
-    """The node that ``cfg.swarm`` describes; a :class:`SoloNode` if it names no exchange.
+@dataclass(frozen=True)
+class Link:
+    """A node's place in its swarm: who it is, what carries its groups, and whom it lets in."""
+
+    identity: Identity
+    exchange: Exchange
+    access: Access
+    unlock: Callable[[], None]  # lets another process have the identity
+
+    def close(self) -> None:
+        self.exchange.close()
+        self.unlock()
+
+
+def check_swarm(cfg: Config) -> None:
+    """Refuse settings of a swarm that cannot be used; enters nothing and dials nobody.
+
+    Raises:
+        UserError: settings that contradict each other, or files that cannot be read.
+    """
+    swarm = cfg.swarm
+    if swarm.exchange == "none":
+        return
+    make_access(swarm)
+    _node_ids("trust", swarm.trust)
+    if swarm.exchange == "network":
+        from coterie.swarm.zenoh_config import check_endpoints
+
+        if not (swarm.connect or swarm.listen):
+            raise UserError("swarm.exchange = 'network' needs swarm.connect (relays to dial) or swarm.listen (a mesh)")
+        check_endpoints(swarm.connect, "connect")
+        check_endpoints(swarm.listen, "listen")
+        security_of(swarm)
+
+
+def open_link(cfg: Config, hub: MemoryHub | None = None) -> Link | None:
+    """Enter the swarm that ``cfg.swarm`` names; None if it names no exchange. Before a model is loaded: who asks for the state
+    of the swarm sees the node from now on.
 
     Args:
         hub: where the nodes of one process meet (``exchange = "memory"``).
@@ -45,17 +73,31 @@ def open_node(
     Raises:
         UserError: settings that contradict each other, unreadable files, an identity in use.
     """
-    swarm = cfg.swarm
-    if swarm.exchange == "none":
-        return SoloNode()
-    access = make_access(swarm)
-    virtual = swarm.exchange == "memory"  # identity and clock are functions of the config: a simulation can be repeated
+    check_swarm(cfg)
+    if cfg.swarm.exchange == "none":
+        return None
+    virtual = cfg.swarm.exchange == "memory"  # identity and clock are functions of the config: it can be repeated
     identity = _virtual_identity(cfg) if virtual else open_identity(identity_path(cfg))
     with ExitStack() as stack:
         if not virtual:
             stack.callback(IdentityLock(identity).close)
         exchange = make_exchange(cfg, identity, hub)
-        unlock = stack.pop_all().close
+        return Link(identity, exchange, make_access(cfg.swarm), stack.pop_all().close)
+
+
+def open_node(
+    cfg: Config,
+    link: Link | None,
+    *,
+    encoder: PromptEncoder,
+    problem_of: ProblemFn,
+    score: ScoreFn,
+    logprobs: LogprobFn | None = None,
+) -> Node:
+    """The node at ``link``, which it closes in the end; a :class:`SoloNode` without one."""
+    swarm = cfg.swarm
+    if link is None:
+        return SoloNode()
     longest = swarm.max_tokens or cfg.rollout.max_new_tokens
     limits = Limits(
         message_bytes=swarm.message_bytes,
@@ -67,16 +109,16 @@ def open_node(
     )
     return SwarmNode(
         swarm,
-        identity,
-        exchange,
+        link.identity,
+        link.exchange,
         Rebuilder(problem_of, encoder, limits, Counter(), _node_ids("trust", swarm.trust)),
         score,
-        access=access,
+        access=link.access,
         share=AdaptiveShare(swarm.peer_groups) if swarm.ratio == "adaptive" else FixedShare(swarm.peer_groups),
         logprobs=logprobs,
-        seed=derive(cfg.seed, "swarm", identity.node_id),
-        clock=(lambda: 0.0) if virtual else None,
-        on_close=unlock,
+        seed=derive(cfg.seed, "swarm", link.identity.node_id),
+        clock=(lambda: 0.0) if swarm.exchange == "memory" else None,
+        on_close=link.unlock,
     )
 
 
@@ -153,8 +195,6 @@ def make_exchange(cfg: Config, identity: Identity, hub: MemoryHub | None) -> Exc
         return LocalExchange(exchange_path(cfg), identity.node_id, seed=cfg.seed)
     from coterie.swarm.network import NetworkExchange
 
-    if not (swarm.connect or swarm.listen):
-        raise UserError("swarm.exchange = 'network' needs swarm.connect (relays to dial) or swarm.listen (a mesh)")
     return NetworkExchange(
         swarm.name,
         identity,

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from coterie.console import make_console
+from coterie.console import make_console, say
 from coterie.errors import CoterieError, UserError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def run(
         from coterie.swarm.launch import start, watch
 
         children = start(config, ctx.args, cfg, nodes)
+        say(f"nodes: {nodes} started; each prints to its log in {cfg.run_dir}, node_0.log and so on")
         watch(children, cfg.steps, make_console())
         dirs = [c.run_dir for c in children]
     from coterie.report import write_report
@@ -139,11 +140,23 @@ def status(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
+    if rows:
+        _show_nodes(rows)
+    there = "1 node" if len(rows) == 1 else f"{len(rows)} nodes"
+    if not rows:
+        elsewhere = "; --name asks for another swarm than 'swarm'" if connect else ""
+        there += f" (a node enters when it starts, and reports after its first step{elsewhere})"
+    elif waiting := sum(r["state"] == "starting" for r in rows):
+        there += f", {waiting} of them without a report yet (nodes report after their first step)"
+    typer.echo(there)
+
+
+def _show_nodes(rows: list[dict[str, Any]]) -> None:
     table = Table("node", "state", "step", "tasks", "published", "used", "held-out", "seen", box=None)
     for r in rows:
         accuracy = r.get("accuracy")
         shown = f"{accuracy:.3f}" if isinstance(accuracy, float) else ""
-        cells = (r["name"], r.get("state", "starting"), r.get("step", ""), len(_mix(r)) or "", r.get("published", ""))
+        cells = (r["name"], r["state"], r.get("step", ""), len(_mix(r)) or "", r.get("published", ""))
         table.add_row(*(_plain(c, 40) for c in (*cells, r.get("used", ""), shown, r["seen"])))
     make_console().print(table)
     for r in rows:
@@ -153,9 +166,6 @@ def status(
         parts = (r.get("cause"), mix and f"groups published: {mix}", named and f"trouble with {named}")
         if said := "; ".join(str(x) for x in parts if x):
             typer.echo(f"{r['name']}: {_plain(said, 300)}")
-    there = "a node enters once its model is loaded and leaves when it ends"
-    hint = "" if rows else f" ({there}; --name asks for another swarm than 'swarm')"
-    typer.echo(f"{len(rows)} nodes{hint}")
 
 
 def _mix(row: dict[str, Any]) -> dict[str, Any]:
@@ -171,9 +181,8 @@ def _plain(value: object, most: int) -> Text:
 
 def _local_rows(path: Path) -> list[dict[str, Any]]:
     from coterie.swarm.local import read_nodes
-    from coterie.swarm.network import describe
 
-    return [describe(info, node) | {"seen": f"{age:.0f} s ago"} for node, _, age, info in read_nodes(path)]
+    return [_row(node, info, f"{age:.0f} s ago") for node, _, age, info in read_nodes(path)]
 
 
 def _network_rows(name: str, connect: list[str], ca: str, user: str, password_file: str) -> list[dict[str, Any]]:
@@ -181,14 +190,21 @@ def _network_rows(name: str, connect: list[str], ca: str, user: str, password_fi
 
     from coterie.config import SwarmConfig
     from coterie.swarm.build import security_of
-    from coterie.swarm.network import describe, read_swarm
+    from coterie.swarm.network import read_swarm
 
     security = security_of(SwarmConfig(tls_ca=ca, user=user, password_file=password_file))
     try:
         found = read_swarm(name, tuple(connect), security)
     except zenoh.ZError as e:
         raise CoterieError(f"no relay answers at {', '.join(connect)}") from e
-    return [describe(info, node) | {"seen": "now"} for node, info in found]
+    return [_row(node, info, "now") for node, info in found]
+
+
+def _row(node: str, info: str, seen: str) -> dict[str, Any]:
+    """What is known of a node: its own words, and whether it has said anything yet."""
+    from coterie.swarm.network import describe
+
+    return {"state": "unknown" if info else "starting"} | describe(info, node) | {"seen": seen}
 
 
 @app.command()
@@ -256,11 +272,12 @@ def contribute(
 
 
 def _send_inbox(cfg: Config, inbox: Path, follow: bool) -> int:
-    from coterie.swarm.build import make_access, make_exchange
+    from coterie.swarm.build import check_swarm, make_access, make_exchange
     from coterie.swarm.contribute import contribute as send
     from coterie.swarm.identity import IdentityLock, open_identity
     from coterie.tasks.taskset import build_tasks
 
+    check_swarm(cfg)
     find = build_tasks(cfg.tasks).problem_from_id
     me = open_identity(cfg.swarm.identity or inbox.with_suffix(".identity.pem"))
     lock = IdentityLock(me)

@@ -129,7 +129,9 @@ def read_nodes(path: str | Path) -> list[tuple[str, int, float, str]]:
     """(node id, pid, seconds since its last sign of life, info) of every node of a local exchange."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"swarm file {file}: no such file; it is the [swarm] path of a run with exchange = 'local'")
+        raise UserError(
+            f"swarm file {file}: no such file; a node of exchange = 'local' makes it when it starts (swarm.path)"
+        )
     db = _connect(file)
     try:
         now = time.time()
