@@ -13,7 +13,7 @@ from coterie.errors import CoterieError, UserError
 from coterie.experiment import load_experiment, run_experiment
 from coterie.parallel.study import orders, work
 from coterie.parallel.study_models import crossing
-from coterie.parallel.study_table import Records, tables
+from coterie.parallel.study_table import Records, signs, tables, verdict
 
 SPEC = """
 question = "Do they add up?"
@@ -121,6 +121,38 @@ def test_two_processes_do_not_work_on_one_seed(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(CoterieError, match="another process is at work on seed 7"):
             work(tmp_path / "e.toml", tmp_path, 7)
+
+
+@pytest.mark.parametrize(
+    ("values", "sign", "margin", "said"),
+    [
+        ([-0.0011, -0.0010, -0.0012], -1, 0.1, "not reproduced"),  # the right sign, in the fourth decimal
+        ([0.0011, 0.0010, 0.0012], -1, 0.1, "not reproduced"),
+        ([-0.80, -0.78, -0.81], -1, 0.1, "reproduced"),
+        ([-0.09, -0.11, -0.13], -1, 0.1, "not resolved"),  # -0.16 to -0.06
+        ([0.80, 0.78, 0.81], -1, 0.1, "opposite"),
+        ([-0.0011, -0.0010, -0.0012], -1, 0.0, "reproduced"),
+        ([-0.0011, -0.0010, -0.0012], 1, 0.0, "opposite"),
+        ([-0.1, 0.1, 0.2], 1, 0.0, "not resolved"),
+        ([-0.8], -1, 0.1, "one seed"),
+        ([], -1, 0.1, "not measured"),
+    ],
+)
+def test_a_claim_is_reproduced_only_beyond_its_margin(values: list[float], sign: int, margin: float, said: str) -> None:
+    assert verdict(values, sign, margin) == said
+
+
+def test_a_difference_in_the_fourth_decimal_is_no_sparsity(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(SPEC.replace("[7]", "[0, 1]"))
+
+    def weights(seed: int, arm: str, share: float) -> dict[str, object]:
+        of_one = {"l2_norm": 1.0, "share_above": {"1e-05": share}}
+        return {"arm": arm, "seed": seed, "weights": {"experts": {"bits": of_one}, "pairs": [{"cosine": 0.1}]}}
+
+    for shares, said in (((0.996, 0.997), "-0.0010 (-0.0010 to -0.0010) | not"), ((0.2, 0.997), "-0.7970 (-0.7970 to")):
+        rows = [weights(seed, arm, x) for seed in (0, 1) for arm, x in zip(("rl", "sft"), shares, strict=True)]
+        (line,) = [x for x in signs(Records(load_experiment(tmp_path / "e.toml"), rows)) if "1e-5" in x]
+        assert "at least 10 points" in line and said in line and line.endswith("reproduced |")
 
 
 @pytest.mark.parametrize("n", [2, 4, 6])
