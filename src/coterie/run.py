@@ -21,6 +21,7 @@ from coterie.errors import CoterieError, UserError
 from coterie.helpers.mixing import solo_count
 from coterie.helpers.roles import build_helpers, check_roles
 from coterie.merging.crosstime import UpdateLog
+from coterie.models_io import locate
 from coterie.policy import Policy
 from coterie.rng import derive
 from coterie.rundir import RunDir
@@ -91,12 +92,15 @@ def _check_helpers(cfg: Config) -> None:
 
 
 def dry_run(cfg: Config) -> None:
-    """Everything that can be refused without loading a model: settings, tasks with their parameters, held-out problems.
+    """Everything that can be refused without loading a model: settings, tasks with their parameters, held-out problems, folders
+    of models.
 
     Raises:
         UserError: as the run itself would.
     """
     check(cfg)
+    if cfg.model.name != "smollm2":  # made from its package at first use
+        locate(cfg.model.name)
     build_tasks(cfg.tasks).eval_problems(cfg.eval.problems)
 
 

@@ -138,7 +138,7 @@ def test_a_held_out_prompt_beyond_the_context_gets_advice_that_helps(tmp_path, c
 
 
 DRY = ["unknown task", "unknown parameter", "bad parameter", "dataset missing", "too few", "no worked answers"]
-DRY += ["no relay", "relay without a port", "a name for an id"]
+DRY += ["missing folder", "not a model", "no relay", "relay without a port", "a name for an id"]
 
 
 @pytest.mark.parametrize("name", [*DRY, *(f"helper {h}" for h in HELPERS)])
