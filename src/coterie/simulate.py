@@ -123,6 +123,7 @@ def simulate(
         UserError: as :class:`coterie.run.Run`; a guest's function that cannot be imported.
     """
     sim = simulation or Simulation()
+    made = [(load_function(name), n) for name, n in sim.guests.items()]
     hub = MemoryHub()
     with ExitStack() as stack:
         configs = [node_config(cfg, i, sim.vary) for i in range(nodes)]
@@ -133,7 +134,6 @@ def simulate(
                 run.trainer.tasks = CommonProblems(run.trainer.tasks, run.cfg.seed, cfg.seed)
             if sim.peers == "self":
                 run.trainer.node = OwnSamples(run.trainer)
-        made = [(load_function(name), n) for name, n in sim.guests.items()]
         guests: list[Guest] = [make(hub, runs[0].trainer, k) for make, n in made for k in range(n)]
         for run in runs:
             run.begin()

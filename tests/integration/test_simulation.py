@@ -64,6 +64,12 @@ def problems_seen(cfg: Any, simulation: Simulation, nodes: int) -> list[list[str
     return seen
 
 
+def test_a_guest_that_cannot_be_made_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.py"):
+        simulate(config(tmp_path), 2, simulation=Simulation(guests={"nowhere.py:f": 1}))
+    assert not (tmp_path / "swarm").exists()
+
+
 def test_own_samples_stand_for_peers_and_are_counted(tmp_path: Path) -> None:
     simulate(config(tmp_path), 2, simulation=Simulation(peers="self"))
     for log in logs(tmp_path, 2):
