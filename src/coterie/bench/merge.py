@@ -18,9 +18,12 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coterie.errors import UserError
+
+if TYPE_CHECKING:
+    from coterie.merging.inputs import Inputs
 
 OURS = """
 import sys
@@ -129,54 +132,70 @@ def models(folder: Path, millions: float, dtype: str) -> tuple[Path, list[Path]]
 
 
 def gram_rate(base: Path, experts: list[Path], repeats: int) -> dict[str, Any]:
-    """The Gram pass against reading and converting the same bytes to fp32 by one thread, as a loader does it.
+    """The Gram pass against reading and converting the same bytes to fp32 by one thread, in buffers that are kept and stay in
+    the cache: by blocks as large as the pass reads at once and as large as a merge's, whichever is faster in that repeat.
 
     The two take turns; every figure is the median over the repeats, shares are medians of the ratios within a repeat.
     ``rate_share_on_one_core`` compares CPU seconds, both with one thread. ``rate_share`` is by the clock, with a thread per core
     for the pass; on a busy machine it says nothing.
     """
-    import torch
-
-    from coterie.merging.checkpoints import Reader
-    from coterie.merging.deltas import block_values, one_thread_each, row_blocks
-    from coterie.merging.gram import gram_pass
+    from coterie.merging.deltas import block_values
+    from coterie.merging.gram import READ, gram_pass
     from coterie.merging.inputs import open_inputs
     from coterie.merging.recipe import make_recipe
 
     inputs = open_inputs(base, make_recipe(base, experts).experts)
-    values, threads = block_values(64, EXPERTS), os.cpu_count() or 1
-
-    def read_and_convert() -> None:
-        with one_thread_each(), Reader() as reader:
-            for e in inputs.entries:
-                for first, last in row_blocks(0, e.base.rows, e.base.cols, values):
-                    for info in (e.base, *(s.info for s in e.sources)):  # type: ignore[union-attr]
-                        reader.rows(info, first, last).to(torch.float32)
-
-    ways: dict[str, Callable[[], object]] = {
-        "read_and_convert": read_and_convert,
-        "gram": lambda: gram_pass(inputs),
-        "gram_one_thread": lambda: gram_pass(inputs, threads=1),
+    ways: dict[str, list[Callable[[], object]]] = {
+        "read_and_convert": [
+            lambda size=size: read_and_convert(inputs, size)  # type: ignore[misc]
+            for size in sorted({READ, block_values(64, EXPERTS)})
+        ],
+        "gram": [lambda: gram_pass(inputs)],
+        "gram_one_thread": [lambda: gram_pass(inputs, threads=1)],
     }
     found: dict[str, list[float]] = {f"{name}_{clock}": [] for name in ways for clock in ("s", "cpu_s")}
     for repeat in range(repeats + 1):
-        for name, do in ways.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            do()
+        for name, several in ways.items():
+            walls, cpus = zip(*(_clocks(do) for do in several), strict=True)
             if repeat:  # the first fills the page cache and compiles the kernel
-                found[f"{name}_s"].append(time.perf_counter() - wall)
-                found[f"{name}_cpu_s"].append(time.process_time() - cpu)
+                found[f"{name}_s"].append(min(walls))
+                found[f"{name}_cpu_s"].append(min(cpus))
 
     def share(clock: str, way: str) -> float:
         pairs = zip(found[f"read_and_convert_{clock}"], found[f"{way}_{clock}"], strict=True)
         return round(statistics.median(read / gram for read, gram in pairs), 3)
 
     return {
-        "threads": threads,
+        "threads": os.cpu_count() or 1,
         **{name: round(statistics.median(seconds), 4) for name, seconds in found.items()},
         "rate_share": share("s", "gram"),
         "rate_share_on_one_core": share("cpu_s", "gram_one_thread"),
     }
+
+
+def read_and_convert(inputs: Inputs, values: int) -> int:
+    """Every value of base and experts once through one kept fp32 buffer, ``values`` at a time. Returns how many there were."""
+    import torch
+
+    from coterie.merging.checkpoints import Reader
+    from coterie.merging.deltas import one_thread_each, row_blocks
+
+    seen, kept = 0, torch.empty(max(values, *(e.base.cols for e in inputs.entries)))
+    with one_thread_each(), Reader() as reader:
+        for e in inputs.entries:
+            for first, last in row_blocks(0, e.base.rows, e.base.cols, values):
+                room = kept[: (last - first) * e.base.cols].view(last - first, e.base.cols)  # [r, cols]
+                for info in (e.base, *(s.info for s in e.sources)):  # type: ignore[union-attr]
+                    room.copy_(reader.rows(info, first, last, reuse=True))
+                    seen += room.numel()
+    return seen
+
+
+def _clocks(do: Callable[[], object]) -> tuple[float, float]:
+    """Wall and CPU seconds of one call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    do()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def agreement(program: Path, folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from coterie.merging.deltas import Span, blocks_of, one_thread_each, row_blocks
 from coterie.merging.inputs import Entry, Full, Inputs
 
 _SPAN = 1 << 19  # values that a thread takes at once
-_READ = 1 << 16  # values read of each model before they are multiplied: they stay in a core's cache
+READ = 1 << 16  # values read of each model before they are multiplied: they stay in a core's cache
 _BITS = {"BF16": np.uint16, "F32": np.uint32}  # stored types that the kernel reads as they are
 
 
@@ -79,7 +79,7 @@ class _Plain:
         from coterie.merging.kernels import PIECE, add_bf16_gram, add_fp32_gram
 
         self._reader, self._add = reader, {"BF16": add_bf16_gram, "F32": add_fp32_gram}
-        self._most = max(PIECE, _READ * 5 // (experts + 1) // PIECE * PIECE)
+        self._most = max(PIECE, READ * 5 // (experts + 1) // PIECE * PIECE)
         self._raw = np.empty(4 * (experts + 1) * self._most, np.uint8)  # [bytes]
         self._room = np.empty((experts, PIECE), np.float32)  # [N, n]
 
