@@ -194,7 +194,10 @@ class Run:
     def begin(self) -> None:
         """The evaluation before training (line 0 of the metrics), unless the run was resumed."""
         if self.trainer.step == 0:
-            self._log(self.trainer.held_out())
+            found = self.trainer.held_out()
+            if "eval/accuracy" in found:
+                self.trainer.node.feedback(found["eval/accuracy"], 0.0)  # what later ones are compared with
+            self._log(found)
 
     def advance(self) -> None:
         """One training step: log it, evaluate and save when due."""

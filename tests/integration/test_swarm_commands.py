@@ -14,16 +14,17 @@ from swarm_processes import free_port, wait_for
 from typer.testing import CliRunner
 
 from coterie.cli import app
-from coterie.config import load_config
+from coterie.config import TaskConfig, load_config
 from coterie.errors import CoterieError, UserError
 from coterie.run import build
 from coterie.swarm.access import Access
 from coterie.swarm.contribute import contribute
 from coterie.swarm.exchange import Request
 from coterie.swarm.launch import Child, watch
-from coterie.swarm.local import LocalExchange
+from coterie.swarm.local import ALIVE_S, LocalExchange
 from coterie.swarm.memory import MemoryHub
 from coterie.swarm.network import NetworkExchange
+from coterie.tasks.taskset import build_tasks
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "swarm.toml")
 
@@ -69,6 +70,29 @@ def test_status_of_a_local_swarm(tmp_path: Path) -> None:
     shown = call("swarm", "status", "--path", str(tmp_path / "s.sqlite"))
     assert shown.endswith("2 nodes\n") and "trouble with amber-otter-3f2a: copy, idle" in shown
     a.close()
+
+
+def test_a_killed_node_is_not_shown_as_sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = LocalExchange(tmp_path / "s.sqlite", kit.person(1).node_id)
+    a.beat(json.dumps({"step": 4, "state": "sharing"}))
+    now = time.time()
+    monkeypatch.setattr("coterie.swarm.local.time.time", lambda: now + ALIVE_S + 1)
+    shown = call("swarm", "status", "--path", str(tmp_path / "s.sqlite"))
+    assert "silent, last sharing" in shown and "61 s ago" in shown
+    a.close()
+
+
+def test_a_swarm_runs_from_the_command_line_into_a_pipe(tmp_path: Path) -> None:
+    """Two real nodes: each trains, is named when it ends, and used what the other wrote."""
+    args = ["swarm", "run", CONFIG, "--nodes", "2", "--run_dir", str(tmp_path), "--steps", "6", "--eval.every", "0"]
+    small = ["--rollout.max_new_tokens", "32", "--swarm.wait_s", "5", "--eval.problems", "2", "--eval.samples", "1"]
+    result = CliRunner().invoke(app, [*args, *small])
+    assert result.exit_code == 0, result.output
+    assert "node_0: finished" in result.stdout and "node_1: finished" in result.stdout
+    rows = [
+        json.loads(line) for i in (0, 1) for line in (tmp_path / f"node_{i}/metrics.jsonl").read_text().splitlines()
+    ]
+    assert sum(r.get("swarm/used_groups", 0) for r in rows) > 0
 
 
 def test_a_node_is_seen_while_its_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +176,22 @@ def test_an_inbox_becomes_groups_that_peers_score_themselves(tmp_path: Path) -> 
     got = {g.problem.id: g.rewards for g in b.collect(0)}
     assert got == {"add:3": [1.0, 0.0], "add:6": [1.0, 0.0]}
     assert b.peers()[0]["name"] == kit.person(9).name
+
+
+def test_a_contributor_sends_no_held_out_problem(tmp_path: Path) -> None:
+    """Receivers take those for a fault; here they are skipped with the reason."""
+    tasks = build_tasks({"count_bits": TaskConfig(params={"min_n": 1, "max_n": 1023})})
+    (held_out,) = tasks.eval_problems(1)["count_bits"]
+    inbox = tmp_path / "inbox.jsonl"
+    lines = [{"problem": p.id, "answers": ["1", "2"]} for p in (held_out, *tasks.draw("a", 0, 1))]
+    inbox.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tmp_path / "c.toml"
+    config.write_text(
+        f'[tasks.count_bits]\nparams = {{ min_n = 1, max_n = 1023 }}\n[swarm]\nexchange = "local"\n'
+        f'path = "{tmp_path}/s.sqlite"\n'
+    )
+    said = call("swarm", "contribute", str(config), "--inbox", str(inbox))
+    assert f"{inbox}:1: skipped: held_out: " in said and said.endswith("1 groups sent\n")
 
 
 def test_a_swarm_node_may_be_joined_by_a_silent_contributor(tmp_path: Path) -> None:

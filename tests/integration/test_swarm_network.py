@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import swarm_kit as kit
 from swarm_processes import Worker, free_port, wait_for
 
+from coterie.config import SwarmConfig
 from coterie.errors import CoterieError, UserError
+from coterie.swarm.access import Access
+from coterie.swarm.contribute import contribute
 from coterie.swarm.exchange import Request
 from coterie.swarm.network import NetworkExchange, read_swarm
-from coterie.swarm.relay import Relay
+from coterie.swarm.node import SwarmNode
+from coterie.swarm.relay import DEFAULT_LISTEN, Relay
 from coterie.swarm.zenoh_config import Security
 
 ASK = Request(12, 262_144, 3.0)
@@ -49,6 +55,33 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
+def own_listeners() -> set[tuple[str, str]]:
+    """(address, port) in hexadecimal of every TCP socket on which this process listens, by the kernel's tables."""
+    mine = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            mine.add(os.readlink(fd))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            part = row.split()
+            if part[3] == "0A" and f"socket:[{part[9]}]" in mine:
+                address, port = part[1].split(":")
+                found.add((address, port))
+    return found
+
+
+def test_no_port_is_opened_beyond_loopback_unless_asked(port: int) -> None:
+    assert DEFAULT_LISTEN.startswith("tcp/127.0.0.1:")
+    before = own_listeners()
+    with Relay((f"tcp/127.0.0.1:{port}",)):
+        relay = own_listeners() - before
+        assert relay == {("0100007F", f"{port:04X}")}  # 127.0.0.1, as the kernel writes it
+        a = exchange(port, 1)
+        assert a.status().link == "up" and own_listeners() - before == relay
+        a.close()
+
+
 def test_two_nodes_meet_at_a_relay_and_bursts_pass_its_rate_limit(relay: Relay, port: int) -> None:
     a, b = exchange(port, 1), exchange(port, 2)
     assert b.collect(Request(12, 262_144)) == [] and a.collect(Request(12, 262_144)) == []
@@ -79,13 +112,67 @@ def test_a_flood_displaces_only_itself(relay: Relay, port: int) -> None:
         e.close()
 
 
-def test_messages_over_the_cap_are_dropped_at_the_relay_and_at_the_node(relay: Relay, port: int) -> None:
+@pytest.mark.parametrize(("cap", "heard"), [(5000, 2), (1 << 20, 2)], ids=["at the node", "at the relay"])
+def test_messages_over_the_cap_are_dropped(relay: Relay, port: int, cap: int, heard: int) -> None:
+    """The node reads nothing above its own cap; whatever that is, the relay passes nothing above 256 KiB on."""
     a, b = exchange(port, 1), exchange(port, 2)
-    b.collect(Request(12, 5000))
+    b.collect(Request(12, cap))
     a.publish([b"x" * 300_000, b"x" * 6000, b"ok"])
-    assert b.collect(Request(12, 5000, 3.0)) == [(kit.person(1).node_id, b"ok")]
+    got: list[bytes] = []
+    wait_for(lambda: got.extend(f for _, f in b.collect(Request(12, cap))) or b"ok" in got, 5)
+    assert sorted(map(len, got)) == ([2] if cap == 5000 else [2, 6000])
+    assert b.metrics()["swarm/messages_received"] == heard
     a.close()
     b.close()
+
+
+def test_a_sender_above_the_relays_rate_loses_what_is_too_much(port: int) -> None:
+    with Relay((f"tcp/127.0.0.1:{port}",), rate=20.0):
+        a, b = exchange(port, 1, pace=0), exchange(port, 2)
+        b.collect(Request(400, 5000))
+        start = time.monotonic()
+        while time.monotonic() - start < 2.0:
+            a.publish([b"x"])
+            time.sleep(0.005)
+        time.sleep(0.5)
+        b.collect(Request(400, 5000))
+        assert 5 <= b.metrics()["swarm/messages_received"] <= 80  # of some 300 sent
+        a.close()
+        b.close()
+
+
+def test_an_inbox_waits_for_a_relay_and_loses_nothing(tmp_path: Path, port: int) -> None:
+    """More lines than the outbox holds (256), given before there is a relay."""
+    inbox = tmp_path / "inbox.jsonl"
+    inbox.write_text('{"problem": "add:3", "answers": ["7", "8"]}\n' * 300)
+    me, said, sent = exchange(port, 1, wait_s=0.1, pace=1000.0), list[str](), list[int]()
+    args = (inbox, me, kit.person(1), Access("swarm"), "swarm", kit.problem_of)
+    work = threading.Thread(target=lambda: sent.append(contribute(*args, say=said.append)))
+    work.start()
+    wait_for(lambda: bool(said), 5)
+    assert said == [f"waiting: no relay answers at tcp/127.0.0.1:{port}"] or said[0].startswith("waiting: no relay")
+    with Relay((f"tcp/127.0.0.1:{port}",), rate=0):
+        b = exchange(port, 2)
+        b.collect(Request(400, 5000))
+        wait_for(lambda: bool(sent), 30)
+        assert sent == [300] and me.metrics()["swarm/unsent"] == 0 and me.pending() == 0
+        b.close()
+        me.close()
+
+
+def test_an_outbox_that_overflows_says_so(relay: Relay, port: int) -> None:
+    a = exchange(port, 1)
+    a.publish([b"x"] * 400)
+    assert 100 <= a.metrics()["swarm/unsent"] <= 144
+    a.close()
+
+
+def test_a_lone_node_that_asks_for_nothing_is_alone(relay: Relay, port: int) -> None:
+    cfg = SwarmConfig(exchange="network", peer_groups=0)
+    node = SwarmNode(cfg, kit.person(1), exchange(port, 1), kit.rebuilder(), kit.score)
+    node.collect(0)
+    assert node.state.mode == "solo" and node.state.cause == "no other node is in the swarm"
+    node.close()
 
 
 def test_sw05_the_same_identity_twice_is_refused(relay: Relay, port: int) -> None:

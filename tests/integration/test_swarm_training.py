@@ -15,9 +15,11 @@ from coterie.config import Config, TaskConfig, config_from_dict
 from coterie.errors import UserError
 from coterie.run import Run
 from coterie.simulate import simulate
+from coterie.swarm.controller import AdaptiveShare
 from coterie.swarm.frozen import contribute_rollouts
 from coterie.swarm.identity import peek_identity
 from coterie.swarm.likelihood import own_logprobs
+from coterie.swarm.memory import MemoryHub
 from coterie.swarm.yardstick import better
 from coterie.tasks.taskset import build_tasks
 
@@ -88,6 +90,30 @@ def test_a_simulation_can_be_repeated_bit_for_bit(tmp_path: Path) -> None:
         found.append(now)
     for a, b in zip(*found, strict=True):
         assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_the_adaptive_share_follows_the_evaluations_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first evaluation, before any training, is what later ones are compared with."""
+    seen: list[tuple[float, float]] = []
+    feedback = AdaptiveShare.feedback
+    monkeypatch.setattr(AdaptiveShare, "feedback", lambda self, a, kl: (seen.append((a, kl)), feedback(self, a, kl))[1])
+    path = str(tmp_path / "swarm.sqlite")
+    cfg = config(tmp_path / "a", exchange="local", path=path, ratio="adaptive")
+    with Run(cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"every": 1})}), quiet=True) as run:
+        run.begin()
+        start = run.metrics["eval/accuracy"]
+        run.advance()
+        assert seen[0] == (start, 0.0)
+        assert seen[1:] == [(run.metrics["eval/accuracy"], run.metrics["policy/kl_to_start"])]
+
+
+def test_a_simulation_writes_no_clock_into_its_metrics(tmp_path: Path) -> None:
+    hub = MemoryHub()
+    first, second = (Run(config(tmp_path / name, exchange="memory"), quiet=True, hub=hub) for name in "ab")
+    with first as a, second as b:
+        a.advance()
+        b.advance()
+        assert b.metrics["swarm/received"] > 0 and b.metrics["swarm/clock_skew_s"] == 0.0
 
 
 def test_a_frozen_model_contributes_and_a_node_trains_on_what_it_wrote(tmp_path: Path) -> None:

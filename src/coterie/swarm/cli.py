@@ -14,7 +14,7 @@ from coterie.console import make_console, say
 from coterie.errors import CoterieError, UserError
 
 if TYPE_CHECKING:
-    from coterie.config import Config
+    from coterie.config import Config, SwarmConfig
 
 app = typer.Typer(no_args_is_help=True, help="Share experience between nodes.")
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -126,6 +126,8 @@ def status(
     path: Annotated[Path | None, typer.Option(help="File of a local exchange instead.")] = None,
     name: Name = "swarm",
     tls_ca: Ca = "",
+    tls_certificate: Annotated[str, typer.Option(help="Own PEM certificate, for a relay that asks for one.")] = "",
+    tls_key: Annotated[str, typer.Option(help="PEM key of the certificate.")] = "",
     user: Annotated[str, typer.Option(help="User name for the relay.")] = "",
     password_file: Annotated[str, typer.Option(help="File with the password.")] = "",
     as_json: Json = False,
@@ -134,9 +136,20 @@ def status(
 
     Example: coterie swarm status --connect tcp/relay.example.org:7447
     """
+    from coterie.config import SwarmConfig
+
     if bool(connect) == (path is not None):
         raise UserError("swarm status needs either --connect RELAY or --path FILE")
-    rows = _local_rows(path) if path is not None else _network_rows(name, connect, tls_ca, user, password_file)
+    if path is not None:
+        rows = _local_rows(path)
+    else:
+        rows = _network_rows(
+            name,
+            connect,
+            SwarmConfig(
+                tls_ca=tls_ca, tls_certificate=tls_certificate, tls_key=tls_key, user=user, password_file=password_file
+            ),
+        )
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -180,21 +193,20 @@ def _plain(value: object, most: int) -> Text:
 
 
 def _local_rows(path: Path) -> list[dict[str, Any]]:
-    from coterie.swarm.local import read_nodes
+    from coterie.swarm.local import ALIVE_S, read_nodes
 
-    return [_row(node, info, f"{age:.0f} s ago") for node, _, age, info in read_nodes(path)]
+    rows = [_row(node, info, f"{age:.0f} s ago") | {"age": age} for node, _, age, info in read_nodes(path)]
+    return [r | ({"state": f"silent, last {r['state']}"} if r.pop("age") > ALIVE_S else {}) for r in rows]
 
 
-def _network_rows(name: str, connect: list[str], ca: str, user: str, password_file: str) -> list[dict[str, Any]]:
+def _network_rows(name: str, connect: list[str], access: SwarmConfig) -> list[dict[str, Any]]:
     import zenoh
 
-    from coterie.config import SwarmConfig
     from coterie.swarm.build import security_of
     from coterie.swarm.network import read_swarm
 
-    security = security_of(SwarmConfig(tls_ca=ca, user=user, password_file=password_file))
     try:
-        found = read_swarm(name, tuple(connect), security)
+        found = read_swarm(name, tuple(connect), security_of(access))
     except zenoh.ZError as e:
         raise CoterieError(f"no relay answers at {', '.join(connect)}") from e
     return [_row(node, info, "now") for node, info in found]
@@ -272,13 +284,13 @@ def contribute(
 
 
 def _send_inbox(cfg: Config, inbox: Path, follow: bool) -> int:
-    from coterie.swarm.build import check_swarm, make_access, make_exchange
+    from coterie.swarm.build import check_swarm, make_access, make_exchange, training_problems
     from coterie.swarm.contribute import contribute as send
     from coterie.swarm.identity import IdentityLock, open_identity
     from coterie.tasks.taskset import build_tasks
 
     check_swarm(cfg)
-    find = build_tasks(cfg.tasks).problem_from_id
+    find = training_problems(build_tasks(cfg.tasks))
     me = open_identity(cfg.swarm.identity or inbox.with_suffix(".identity.pem"))
     lock = IdentityLock(me)
     try:

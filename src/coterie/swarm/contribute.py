@@ -8,7 +8,9 @@ group teaches something only if its answers differ in reward, so give right and 
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from coterie.swarm.verify import ProblemFn
 from coterie.swarm.wire import Text, WireGroup, WireTrajectory, digest_prompt, sign_body
 from coterie.types import Source
 
+_LOOK_S, _BEAT_S = 0.02, 2.0
+
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):
     """One line of the inbox."""
@@ -30,8 +34,9 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
     answers: list[str]
 
 
-def read_lines(inbox: Path, follow: bool, poll_s: float = 0.5) -> Iterator[tuple[int, bytes]]:
-    """(line number, line) of the inbox; with ``follow``, whatever is appended later too. Half a line waits for its end."""
+def read_lines(inbox: Path, follow: bool, poll_s: float = 0.5) -> Iterator[tuple[int, bytes] | None]:
+    """(line number, line) of the inbox; with ``follow``, whatever is appended later too, and None whenever there is nothing
+    yet. Half a line waits for its end."""
     if not inbox.is_file():
         raise UserError(f"inbox {inbox}: no such file")
     with open(inbox, "rb") as f:
@@ -44,6 +49,7 @@ def read_lines(inbox: Path, follow: bool, poll_s: float = 0.5) -> Iterator[tuple
                     yield number, part
                 part = b""
             elif follow:
+                yield None
                 time.sleep(poll_s)
             else:
                 return
@@ -60,18 +66,49 @@ def contribute(
     follow: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Send every good line of ``inbox``; a bad one is named and skipped. Returns the number of groups sent."""
-    sent = 0
+    """Send every good line of ``inbox``; a bad one is named and skipped. While the link is down it waits, and says so.
+    Returns the number of groups sent."""
+    tasks, beat = Counter[str](), float("-inf")
     exchange.collect(Request(1, 1))  # enter the swarm
-    for number, line in read_lines(inbox, follow):
+    for found in read_lines(inbox, follow):
+        if time.monotonic() - beat > _BEAT_S:
+            beat = time.monotonic()
+            exchange.beat(json.dumps({"state": "sharing", "published": tasks.total(), "tasks": tasks}))
+        if found is None:
+            continue
+        number, line = found
         try:
-            body = _body(msgspec.json.decode(line, type=Line), identity, sent, problem_of)
+            body = _body(msgspec.json.decode(line, type=Line), identity, tasks.total(), problem_of)
         except (msgspec.DecodeError, CoterieError) as e:
             say(f"{inbox}:{number}: skipped: {e}")
             continue
-        exchange.publish([access.seal(sign_body(body, identity, swarm).frame)])
-        sent += 1
-    return sent
+        _deliver(exchange, access.seal(sign_body(body, identity, swarm).frame), say)
+        tasks[body.task] += 1
+    return tasks.total()
+
+
+def _deliver(exchange: Exchange, frame: bytes, say: Callable[[str], None]) -> None:
+    """Publish one message, and see it leave: nothing of an inbox is lost for want of a link."""
+
+    def lost() -> float:
+        return exchange.metrics().get("swarm/unsent", 0.0)
+
+    waiting = False
+    while True:
+        if (status := exchange.status()).link == "down":
+            if not waiting:
+                say(f"waiting: {status.cause}")
+            waiting = True
+            time.sleep(_LOOK_S)
+            exchange.collect(Request(1, 1))  # a file that was locked is tried again
+            continue
+        before = lost()
+        exchange.publish([frame])
+        while exchange.pending():
+            time.sleep(_LOOK_S)
+            exchange.publish([])
+        if lost() == before:
+            return
 
 
 def _body(line: Line, identity: Identity, seq: int, problem_of: ProblemFn) -> WireGroup:

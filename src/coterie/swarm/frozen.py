@@ -17,14 +17,13 @@ def contribute_rollouts(cfg: Config, every_s: float, say: Callable[[str], None])
     """Publish ``cfg.rollout.problems`` groups every ``every_s`` seconds (or as fast as the model writes), ``cfg.steps``
     times. Every start works on new problems. Nothing is collected, trained or kept but the identity.
 
-    Returns: groups sent.
+    Returns: groups sent, without those that found no relay.
 
     Raises:
         UserError: no exchange, or a config that cannot be used.
     """
     cfg = cfg.model_copy(update={"swarm": cfg.swarm.model_copy(update={"peer_groups": 0})})
     check(cfg)
-    sent = 0
     with build(cfg) as parts:
         node = parts.node
         if not isinstance(node, SwarmNode):
@@ -47,9 +46,9 @@ def contribute_rollouts(cfg: Config, every_s: float, say: Callable[[str], None])
             )
             node.publish(done.groups)
             node.collect(step)  # asks for nothing: keeps the node's place and says how it is
-            sent += len(done.groups)
             if node.state != said:
                 said = node.state
                 say(f"step {step + 1}: {said.mode}" + (f" ({said.cause})" if said.cause else ""))
             time.sleep(max(0.0, start + every_s - time.monotonic()))
-    return sent
+        found = node.metrics()
+    return int(found["swarm/published"] - found.get("swarm/unsent", 0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coterie.swarm.access import Access
@@ -28,6 +28,7 @@ class Intake:
     rebuild: Rebuilder
     ledger: Ledger
     pool: Pool
+    clock: Callable[[], float] = time.time  # seconds; compared with what authors write on their messages, and no more
     events: list[str] = field(default_factory=list)
     loud: list[str] = field(default_factory=list)  # who floods
     brought: dict[str, Counter[str]] = field(default_factory=dict)  # who brought what nobody can be blamed for, by kind
@@ -104,7 +105,7 @@ class Intake:
                 raise WireError("not_allowed", short_name(author))
             self.ledger.check_author(author, now)
             message = Message(header.id, author, open_header(header, self.rebuild.limits), frame)
-            self.ledger.note_clock(author, time.time() * 1000 - message.body.sent_ms)
+            self.ledger.note_clock(author, self.clock() * 1000 - message.body.sent_ms)
             self.ledger.check_new(message, now)
             group = self.rebuild.group(message)
             copied = self.pool.remember(group)

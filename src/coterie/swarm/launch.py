@@ -87,8 +87,7 @@ def watch(children: Sequence[Child], steps: int, console: Console, every_s: floa
                     live.update(table(children, steps))
                     time.sleep(every_s)
         else:
-            for c in children:
-                c.process.wait()
+            _say_progress(children, steps, console)
     finally:
         for c in children:
             if c.process.poll() is None:
@@ -99,6 +98,21 @@ def watch(children: Sequence[Child], steps: int, console: Console, every_s: floa
     failed = [c for c in children if c.process.returncode != 0]
     if failed:
         raise CoterieError("\n".join(f"{c.run_dir.name} failed: {c.last_words()} (see {c.log})" for c in failed))
+
+
+def _say_progress(children: Sequence[Child], steps: int, console: Console, every_s: float = 10.0) -> None:
+    """Plain lines instead of a table: where the nodes are now and then, and each end when it comes."""
+    running, said_at = list(children), time.monotonic()
+    while running:
+        time.sleep(0.2)
+        for c in [c for c in running if c.process.poll() is not None]:
+            running.remove(c)
+            console.print(
+                f"{c.run_dir.name}: " + ("finished" if c.process.returncode == 0 else f"failed: {c.last_words()}")
+            )
+        if running and time.monotonic() - said_at > every_s:
+            said_at = time.monotonic()
+            console.print(", ".join(f"{c.run_dir.name} {c.last().get('step', 0):.0f}/{steps}" for c in running))
 
 
 def table(children: Sequence[Child], steps: int) -> Table:

@@ -23,7 +23,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS frames (id INTEGER PRIMARY KEY AUTOINCREMENT, node TEXT NOT NULL, frame BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS nodes (node TEXT PRIMARY KEY, pid INTEGER NOT NULL, beat REAL NOT NULL, info TEXT NOT NULL);
 """
-_ALIVE_S = 60.0
+ALIVE_S = 60.0
 
 
 class LocalExchange:
@@ -79,9 +79,12 @@ class LocalExchange:
         except sqlite3.Error as e:
             self._fail(e)
 
+    def pending(self) -> int:
+        return len(self._backlog)
+
     def status(self) -> Status:
         try:
-            n = self._db.execute("SELECT count(*) FROM nodes WHERE beat > ?", (time.time() - _ALIVE_S,)).fetchone()[0]
+            n = self._db.execute("SELECT count(*) FROM nodes WHERE beat > ?", (time.time() - ALIVE_S,)).fetchone()[0]
         except sqlite3.Error as e:
             self._fail(e)
             n = None
@@ -126,7 +129,8 @@ class LocalExchange:
 
 
 def read_nodes(path: str | Path) -> list[tuple[str, int, float, str]]:
-    """(node id, pid, seconds since its last sign of life, info) of every node of a local exchange."""
+    """(node id, pid, seconds since its last sign of life, info) of every node of a local exchange. One that was killed stays
+    for a day: see :data:`ALIVE_S`."""
     file = Path(path)
     if not file.is_file():
         raise UserError(

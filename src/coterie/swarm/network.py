@@ -81,6 +81,7 @@ class NetworkExchange:
         self._cap = 0
         self._nodes: int | None = None
         self._counted_at = float("-inf")
+        self._sized = False  # whether the listener knows how large the swarm is
         self._cause = f"no relay answers at {self._where}"
         self._refused = False  # another node has this identity; asked again every _COUNT_EVERY_S
         self._arrived: int | None = None  # at the last collect
@@ -108,7 +109,10 @@ class NetworkExchange:
     def collect(self, request: Request) -> list[Frame]:
         if not self._ready():
             return []
-        self._count(request)
+        self._count()
+        if self._nodes is not None and not self._sized:
+            self._sized = True
+            self.listener.start(self._nodes, self._published, request.messages)
         if self._arrived is not None:
             self.listener.update(self._arrived, request.messages, request.useful)
         listening = bool(self._rings)
@@ -124,6 +128,11 @@ class NetworkExchange:
 
     def beat(self, info: str) -> None:
         self._info = info
+        if self._ready():
+            self._count()
+
+    def pending(self) -> int:
+        return len(self._outbox)
 
     def status(self) -> Status:
         if self._refused:
@@ -146,6 +155,9 @@ class NetworkExchange:
     def close(self) -> None:
         self._closing.set()
         self._wake.set()
+        self._thread.join(timeout=5.0)
+        self._unsent += len(self._outbox)  # what could not leave in that time
+        self._outbox.clear()
         self._thread.join(timeout=5.0)
         if self._session is not None:
             self._session.close()
@@ -182,6 +194,7 @@ class NetworkExchange:
 
     def _send(self, key: str, payload: bytes) -> None:
         if self._pace > 0:
+            self._unsent += len(self._outbox) == self._outbox.maxlen  # the oldest makes room
             self._outbox.append((key, payload))
             self._wake.set()
         else:
@@ -230,11 +243,10 @@ class NetworkExchange:
         replies = self._session.liveliness().get(key, timeout=0.5)
         return {str(r.ok.key_expr) for r in replies if r.ok is not None}  # a token may be reported twice
 
-    def _count(self, request: Request) -> None:
+    def _count(self) -> None:
         """Estimate the swarm's size from the tokens of one random shard: wide enough for a few tokens, no wider."""
         if time.monotonic() - self._counted_at < _COUNT_EVERY_S or not self._linked():
             return
-        first = self._nodes is None
         self._counted_at = time.monotonic()
         depth = 0 if self._nodes is not None and self._nodes <= 4 * _ENOUGH else 2
         while True:
@@ -244,8 +256,6 @@ class NetworkExchange:
                 break
             depth -= 1
         self._nodes = max(1, found * BASE**depth)
-        if first:
-            self.listener.start(self._nodes, self._published, request.messages)
 
     def _subscribe(self, request: Request) -> None:
         """Open and close subscriptions until they match the listener's subtrees."""

@@ -80,14 +80,14 @@ class SwarmNode:
         self.pool = Pool(cfg.pool, cfg.ttl)
         self.ledger = Ledger(cfg.max_age)
         self._clock = clock or (lambda: time.time())  # looked up at each call
-        self._intake = Intake(cfg.name, self.author, self._access, rebuilder, self.ledger, self.pool)
+        self._intake = Intake(cfg.name, self.author, self._access, rebuilder, self.ledger, self.pool, self._clock)
         self._chooser = Chooser(cfg, self._intake, score, logprobs)
         self._counts = self._chooser.counts
         self.events = self._intake.events  # quarantines, changes of state, a wrong clock
         self._said = State("solo")
         self._now = 0  # collects so far: this node's only clock
         self._seq = 0
-        self._published = self._sent_bytes = 0
+        self._published = self._sent_bytes = self._unsendable = 0
         self._used_at = -(10**9)
         self._beat_at = float("-inf")
         self._tasks = Counter[str]()  # of the groups published
@@ -97,7 +97,7 @@ class SwarmNode:
         self._last: dict[str, float] = {}
 
     def publish(self, groups: Sequence[Group]) -> None:
-        """Sign and send own groups (never blocks on a peer). What cannot be sent is counted as ``unsendable``."""
+        """Sign and send own groups (never blocks on a peer). What cannot be sent is counted as ``swarm/unsendable``."""
         self._chooser.yardstick.note(groups)
         for group in groups:
             self.ledger.note_own(group.informative)
@@ -121,7 +121,7 @@ class SwarmNode:
                     state=self.cfg.send_problems,
                 )
             except WireError:
-                self._counts["unsendable"] += 1
+                self._unsendable += 1
                 continue
             self._seq += 1
             self._tasks[group.problem.task] += 1
@@ -172,7 +172,7 @@ class SwarmNode:
         lately = self._now - self._used_at <= self.cfg.ttl
         if status.link == "down":
             return State("degraded" if lately else "solo", status.cause)
-        if lately or (self.share.wanted == 0 and (status.nodes or 2) > 1):
+        if lately or (self.share.wanted == 0 and (status.nodes or 1) > 1):
             return State("sharing")
         heard = max((a.heard_at for a in self.ledger.authors.values()), default=-(10**9))
         if self._now - heard > self.cfg.ttl:
@@ -239,6 +239,7 @@ class SwarmNode:
             "swarm/pool": float(len(self.pool)),
             "swarm/published": float(self._published),
             "swarm/bytes_sent": float(self._sent_bytes),
+            "swarm/unsendable": float(self._unsendable),
             "swarm/quarantined": float(len(self.ledger.quarantined(self._now))),
             "swarm/clock_skew_s": self.ledger.skew_s(),
             "swarm/refused": float(sum(self.ledger.refused.values())),
