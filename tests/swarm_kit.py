@@ -120,5 +120,5 @@ def rebuilder(limits: Limits = LIMITS, enc: PromptEncoder | None = None) -> Rebu
 
 
 def node(hub: MemoryHub, number: int, scorer: Any = score, access: Access | None = None, **settings: Any) -> SwarmNode:
-    cfg = SwarmConfig(exchange="memory", **settings)
+    cfg = SwarmConfig(exchange="memory", **({"share": "all"} | settings))  # its groups carry no rewards
     return SwarmNode(cfg, person(number), hub.join(), rebuilder(), scorer, access=access, seed=number)

@@ -23,7 +23,7 @@ def main() -> None:
     for key in ("connect", "listen"):
         if key in settings:
             settings[key] = tuple(str(settings[key]).split(","))
-    cfg = Config(run_dir=sys.argv[5], seed=number, swarm=SwarmConfig(exchange=sys.argv[4], **settings))
+    cfg = Config(run_dir=sys.argv[5], seed=number, swarm=SwarmConfig(exchange=sys.argv[4], share="all", **settings))
     state = Path(sys.argv[5]) / "state.json"
     try:
         node = open_node(cfg, open_link(cfg), encoder=kit.encoder(), problem_of=kit.problem_of, score=kit.score)

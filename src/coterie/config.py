@@ -310,8 +310,8 @@ class SwarmConfig(Section):
     """Name of the swarm; groups of another swarm are refused."""
     peer_groups: int = Field(4, ge=0)
     """Peers' groups per update: SAPO's J. 0: publish only."""
-    share: Literal["all", "informative", "nothing"] = "all"
-    """Which own groups are published."""
+    share: Literal["all", "informative", "nothing"] = "informative"
+    """Which own groups are published. `informative`: those whose rewards differ; the others teach nobody."""
     selection: Literal["uniform", "informative", "variance"] = "informative"
     """How peers' groups are chosen; `informative` is the paper's: non-zero advantage, then uniform."""
     own_selection: Literal["all", "informative"] = "all"

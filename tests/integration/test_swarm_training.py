@@ -34,7 +34,7 @@ def config(run_dir: Path, **swarm: Any) -> Config:
             "tasks": {"count_bits": {"params": {"min_n": 1, "max_n": 1023}}},
             "rollout": {"problems": 4, "group_size": 6, "max_new_tokens": 32},
             "eval": {"every": 0, "problems": 1, "samples": 1},
-            "swarm": swarm,
+            "swarm": {"share": "all"} | swarm,
         }
     )
 

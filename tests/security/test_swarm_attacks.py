@@ -310,7 +310,7 @@ def _strict(hub: MemoryHub, **settings: Any) -> SwarmNode:
             for g in groups
         ]
 
-    cfg = SwarmConfig(exchange="memory", **settings)
+    cfg = SwarmConfig(exchange="memory", share="all", **settings)
     return SwarmNode(cfg, kit.person(2), hub.join(), kit.rebuilder(), kit.score, logprobs=logprobs)
 
 
