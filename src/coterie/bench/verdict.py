@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from coterie.parallel.scores import rates, resampled, retention
 from coterie.rng import derive
 from coterie.rollout import training_sampling
 from coterie.run import build
+from coterie.rundir import write_atomic
 from coterie.tasks.scoring import Score, Scorer
 from coterie.trainer import Trainer
 from coterie.types import Problem
@@ -135,7 +137,7 @@ def run(
     problems per task for gradients. ``log``: a JSONL file to which finished pairs are appended, and from which a stopped
     run goes on."""
     file = Path(log) if log else None
-    rows = [json.loads(x) for x in file.read_text().splitlines()] if file is not None and file.exists() else []
+    rows = _logged(file) if file is not None and file.exists() else []
     done = {r["pair"] for r in rows}
     cfg = Config(
         tasks={t: tiny_tasks()[t] for t in sorted({t for pair in PAIRS for t in pair})},
@@ -148,13 +150,23 @@ def run(
         for n in range(pairs):
             if n in done:
                 continue
-            for row in _one(shop, n, probe, seed):
-                rows.append(row)
-                if file is not None:
-                    with open(file, "a", encoding="utf-8") as f:
-                        f.write(json.dumps(row) + "\n")
+            rows += _one(shop, n, probe, seed)
+            if file is not None:
+                write_atomic(file, "".join(json.dumps(r) + "\n" for r in rows))
     settings = {"pairs": pairs, "steps": steps, "problems": problems, "samples": samples, "probe": probe, "seed": seed}
     return {"settings": settings, **judge(rows), "rows": rows}
+
+
+def _logged(file: Path) -> list[dict[str, Any]]:
+    """Rows of numbers whose three pairs are all there; a line that a kill cut off is left out."""
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    whole = {n for n, count in Counter(r["pair"] for r in rows).items() if count == len(KINDS)}
+    return [r for r in rows if r["pair"] in whole]
 
 
 def _one(shop: Workshop, n: int, probe: int, seed: int) -> list[dict[str, Any]]:
@@ -290,7 +302,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     return {
         "predictors": predictors,
-        "verdicts": {k: _count(r["verdict"]["outcome"] for r in rows if r["kind"] == k) for k in KINDS},
+        "verdicts": {k: dict(Counter(r["verdict"]["outcome"] for r in rows if r["kind"] == k)) for k in KINDS},
         "least_gain_kept": {
             lam: {k: (float(np.mean(v)) if v else None) for k, v in of.items()} for lam, of in kept.items()
         },
@@ -317,10 +329,3 @@ def auc(high: Sequence[float], low: Sequence[float]) -> float | None:
         return None
     wins = sum((h > x) + 0.5 * (h == x) for h in high for x in low)
     return wins / (len(high) * len(low))
-
-
-def _count(outcomes: Iterator[str]) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for o in outcomes:
-        out[o] = out.get(o, 0) + 1
-    return out

@@ -19,6 +19,7 @@ from torch import Tensor
 from coterie.errors import CoterieError
 from coterie.merging.sketch import VERSION, CountSketch
 from coterie.policy import HEAD, Policy
+from coterie.rundir import write_atomic
 
 NAME = "updates.f32"
 BANDS = (1, 10, 100)  # |t - s| below which pairs of steps are summed up in the report
@@ -32,7 +33,7 @@ class UpdateLog:
         self._sketch = CountSketch(width)
         self._before: dict[str, Tensor] = {}
         header = folder / "updates.json"
-        header.write_text(json.dumps({"version": VERSION, "width": width}), encoding="utf-8")
+        write_atomic(header, json.dumps({"version": VERSION, "width": width}))
 
     def rewind(self, step: int) -> None:
         """Keep the first ``step`` rows. Raises CoterieError if there are fewer."""

@@ -11,21 +11,23 @@ from jinja2 import Environment, PackageLoader
 
 from coterie.errors import UserError
 from coterie.merging.tables import number
+from coterie.rundir import write_atomic
 
 COLOURS = ("#3366cc", "#dc3912", "#109618", "#ff9900", "#990099", "#0099c6", "#dd4477", "#66aa00")
 _Z_SCALE = 6.0  # z at which a cell has its full colour
 
 
 def write_report(report: dict[str, Any], out: Path) -> None:
-    """Write ``interference.json`` and ``interference.html`` into the folder ``out``.
+    """Write ``interference.html`` and ``interference.json`` into the folder ``out``. The JSON comes last: where it lies, the
+    report is complete.
 
     Raises:
         UserError: see :func:`check_place`.
     """
     check_place(out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "interference.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (out / "interference.html").write_text(html(report), encoding="utf-8")
+    write_atomic(out / "interference.html", html(report))
+    write_atomic(out / "interference.json", json.dumps(report, indent=2) + "\n")
 
 
 def check_place(out: Path) -> None:

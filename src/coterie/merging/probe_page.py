@@ -18,11 +18,10 @@ _SIZE = 360
 
 
 def write_probe(report: dict[str, Any], out: Path) -> None:
-    """Write ``probe.json`` and ``probe.html`` into the folder ``out``. Raises UserError if it is a file."""
+    """Write ``probe.html``, then ``probe.json``, into the folder ``out``. Raises UserError if it is a file."""
     if out.exists() and not out.is_dir():
         raise UserError(f"output {out}: is a file; name a folder")
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "probe.json", json.dumps(report, indent=2) + "\n")
     env = Environment(loader=PackageLoader("coterie.merging", "."), autoescape=True)
     parts = [
         {
@@ -36,6 +35,7 @@ def write_probe(report: dict[str, Any], out: Path) -> None:
     ]
     page = env.get_template("probe.html.j2").render(model=report["model"], parts=parts, num=number)
     write_atomic(out / "probe.html", page)
+    write_atomic(out / "probe.json", json.dumps(report, indent=2) + "\n")
 
 
 def _pairs(found: dict[str, Any], key: str, form: str) -> str:

@@ -51,7 +51,9 @@ def _claim(cfg: Config, root: Path) -> None:
                 f"run_dir {root}: holds parts made with another config (differs in {', '.join(changed)}); choose another "
                 "--run_dir. Merging, adaptation, baselines and the sweep may change"
             )
-    elif any(p.name != ".lock" for p in root.iterdir()):
+    elif any(
+        not p.name.startswith(".") for p in root.iterdir()
+    ):  # hidden: the lock, a file that a kill left unfinished
         raise UserError(f"run_dir {root}: not empty and not of `coterie parallel`; choose another --run_dir")
     write_atomic(file, cfg.to_toml())
 
