@@ -33,9 +33,12 @@ _FLAGS = (
     "--hide-scrollbars",
     "--mute-audio",
 )
-# What a reader would stumble over: text outside the screen, charts without labels or units, letters too small to read.
+# What a reader would stumble over: text outside the screen, charts without labels or units or with a legend over them, letters
+# too small to read.
 _LOOK = """(() => {
   const text = e => e ? e.textContent.trim() : '';
+  const title = c => text(c.querySelector('.gtitle'));
+  const over = (a, b) => a && b && a.getBoundingClientRect().top < b.getBoundingClientRect().bottom;
   const charts = [...document.querySelectorAll('.js-plotly-plot')];
   const small = [...document.querySelectorAll('body *')].filter(e => e.children.length === 0 && text(e)
     && e.getClientRects().length && parseFloat(getComputedStyle(e).fontSize) < 10.5);
@@ -43,9 +46,10 @@ _LOOK = """(() => {
     width: innerWidth,
     overflow: document.documentElement.scrollWidth - innerWidth,
     charts: charts.length,
-    empty: charts.filter(c => !c.querySelector('.scatterlayer path, .barlayer path')).map(c => text(c.querySelector('.gtitle'))),
+    empty: charts.filter(c => !c.querySelector('.scatterlayer path, .barlayer path')).map(title),
     untitled: charts.filter(c => !text(c.querySelector('.gtitle'))).length,
     unlabelled: charts.filter(c => !text(c.querySelector('.xtitle')) || !text(c.querySelector('.ytitle'))).length,
+    covered: charts.filter(c => over(c.querySelector('.legend'), c.querySelector('.xtitle'))).map(title),
     cut: charts.filter(c => c.getBoundingClientRect().right > innerWidth + 1).length,
     small: small.map(e => text(e).slice(0, 30)).slice(0, 5),
   });
@@ -145,7 +149,9 @@ def problems(browser: Browser, page: Path, width: int) -> list[str]:
     seen = json.loads(browser.run(_LOOK))
     wrong = [f"console: {e}" for e in browser.errors()]
     wrong += [f"{seen['overflow']} px wider than the screen"] if seen["overflow"] > 0 else []
-    wrong += [f"{kind}: {seen[kind]}" for kind in ("empty", "untitled", "unlabelled", "cut", "small") if seen[kind]]
+    wrong += [
+        f"{kind}: {seen[kind]}" for kind in ("empty", "untitled", "unlabelled", "covered", "cut", "small") if seen[kind]
+    ]
     wrong += [f"laid out {seen['width']} px wide"] if seen["width"] != width else []
     return wrong
 

@@ -1,5 +1,5 @@
 """The charts of a report. Colours are the Okabe-Ito set (told apart by colour-blind readers), the five that differ most
-first; runs also differ by dash."""
+first; lines also differ by dash."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from coterie.report.data import RunLog
+from coterie.report.curves import Curve, Line, curves
+from coterie.report.data import STATES, RunLog
 
 COLOURS = ("#0072B2", "#D55E00", "#000000", "#CC79A7", "#56B4E9", "#E69F00", "#009E73")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+_HEIGHT, _ROW = 330, 19  # pixels: a chart, and what each name in its legend adds beyond three
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Chart:
     keys: dict[str, str]
     note: str
     share: bool = False  # the value is a share between 0 and 1
+    words: tuple[str, ...] = ()  # what the values 0, 1, ... are called
+    interval: tuple[str, str] | None = None  # keys of the lower and upper end of bars
 
 
 CHARTS = (
@@ -44,9 +48,18 @@ CHARTS = (
     Chart("Skipped steps", "steps", {"policy/skipped": "non-finite", "policy/nothing_to_train": "no signal"},
           "1 where a step changed nothing: a non-finite loss or gradient, or no group with a signal."),
     Chart("Peers' reward", "mean reward", {"peer/reward": "peers, scored here"},
-          "Reward of the peers' groups used in the update, by this node's own verifier (a filtered selection).", True),
-    Chart("Groups in the update", "groups", {"update/own_groups": "own", "update/peer_groups": "peers"},
-          "How many own and peer groups each update trained on."),
+          "Mean reward of all peers' groups that arrived and were scored in the step, by this node's own verifier, before "
+          "some are chosen for the update.", True),
+    Chart("Groups in the update", "groups",
+          {"update/own_groups": "own", "update/peer_groups": "peers", "swarm/wanted": "peers, asked for"},
+          "How many own and peers' groups each update trained on. Fewer of the peers' than asked for: too few were fit to use."),
+    Chart("Sharing", "state", {"swarm/state": "state"},
+          "Sharing: a peer's group was used lately. Degraded: the link broke a moment ago, or nothing fit to train on arrives. "
+          "Solo: no link, or nobody there.",
+          words=STATES),
+    Chart("Staleness of peers' groups", "versions", {"swarm/staleness": "staleness"},
+          "Mean versions between the peers' groups in the update and the newest known of their author (0 also where none was "
+          "used). Groups older than swarm.max_age are refused."),
     Chart("Reward with and without help", "mean reward",
           {"helpers/reward/solo": "solo", "helpers/reward/helped": "helped"},
           "Own answers under the plain prompt, and under the one that speaks of helpers.", True),
@@ -58,137 +71,82 @@ CHARTS = (
 )  # fmt: skip
 
 
-_MANY = 5  # more runs than this are drawn as one line per group, with a band from the lowest to the highest run
-_SMOOTH = 40  # series longer than this are drawn as a moving mean over a twentieth of their length
+def figures(runs: list[RunLog]) -> list[tuple[go.Figure, str]]:
+    """Every chart for which at least one run logged a value, and the note under it."""
+    drawn = curves(runs)
+    logged = {k for r in runs for row in r.metrics for k in row}
+    charts = (c for c in (*_held_out(runs), *CHARTS) if not logged.isdisjoint(c.keys))
+    return [(_figure(c, drawn), c.note) for c in charts]
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart: a run, or the mean of a group of runs with the band they span."""
-
-    name: str
-    x: list[int]
-    y: list[float]
-    low: list[float] | None = None
-    high: list[float] | None = None
-
-
-def held_out(runs: list[RunLog]) -> list[tuple[str, str]]:
-    """Held-out accuracy: the mean over tasks, then one chart per task with its 95% interval."""
-    mean = _chart(runs, {"eval/accuracy": "mean over tasks"}, "Held-out accuracy, all tasks", "share right", True)
-    out = [(mean, "Mean over tasks of sampled pass@1 on problems that are never trained on.")]
+def _held_out(runs: list[RunLog]) -> list[Chart]:
+    """Held-out accuracy: the mean over tasks, then one chart per task."""
+    out = [Chart("Held-out accuracy, all tasks", "share right", {"eval/accuracy": "mean over tasks"},
+                 "Mean over tasks of sampled pass@1 on problems that are never trained on.", True)]  # fmt: skip
+    note = "Sampled pass@1. Bars, on lines of one run: its 95% interval over problems."
     for task in sorted({t for r in runs for t in r.eval_tasks()}):
-        if len(runs) > _MANY:
-            keys = {f"eval/{task}/accuracy": "held-out"}
-            out.append((_chart(runs, keys, f"Held-out: {task}", "share right", True), "Sampled pass@1."))
-        else:
-            out.append((_div(_intervals(runs, task)), "Sampled pass@1 with its 95% interval over problems."))
+        keys, ends = {f"eval/{task}/accuracy": "held-out"}, (f"eval/{task}/low", f"eval/{task}/high")
+        out.append(Chart(f"Held-out: {task}", "share right", keys, note, True, interval=ends))
     return out
 
 
-def others(runs: list[RunLog]) -> list[tuple[str, str]]:
-    """The remaining charts, where at least one run logged a value."""
-    out = []
-    for c in CHARTS:
-        keys = {k: n for k, n in c.keys.items() if any(r.series(k)[0] for r in runs)}
-        if len(runs) > _MANY:
-            keys = dict(list(keys.items())[:1])
-        if keys:
-            out.append((_chart(runs, keys, c.title, c.unit, c.share), c.note))
-    return out
-
-
-def reading_note(runs: list[RunLog]) -> str:
-    """How the lines are to be read."""
-    long = "Long curves are moving means over a twentieth of the run. " if _steps(runs) > _SMOOTH else ""
-    many = (
-        "Runs of one folder are drawn as their mean, with a band from the lowest to the highest run."
-        if len(runs) > _MANY
-        else ""
-    )
-    return long + many
-
-
-def _chart(runs: list[RunLog], keys: dict[str, str], title: str, unit: str, share: bool) -> str:
-    fig = _figure(title, unit, share)
-    lines = [(key, line) for key, name in keys.items() for line in _lines(runs, key, name, len(keys) > 1)]
-    for i, (_, line) in enumerate(lines):
-        colour = COLOURS[i % len(COLOURS)]
-        if line.low is not None and line.high is not None:
-            fig.add_scatter(x=line.x + line.x[::-1], y=line.high + line.low[::-1], fill="toself", line={"width": 0},
-                            fillcolor=colour, opacity=0.15, hoverinfo="skip", showlegend=False)  # fmt: skip
+def _figure(chart: Chart, drawn: list[Curve]) -> go.Figure:
+    fig = _empty(chart)
+    lines = [(c, name, c.line(key)) for key, name in chart.keys.items() for c in drawn]
+    lines = [(c, name, line) for c, name, line in lines if line.x]
+    several_keys = len({name for _, name, _ in lines}) > 1
+    for i, (curve, name, line) in enumerate(lines):
+        colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
+        if curve.averaged:
+            _add_band(fig, line, colour)
+        bars = None if curve.averaged or chart.interval is None else _bars(curve, line, *chart.interval)
         mode = "lines+markers" if len(line.x) < 30 else "lines"
-        style = {"color": colour, "dash": DASHES[i % len(DASHES)], "width": 2}
-        fig.add_scatter(x=line.x, y=line.y, name=line.name, mode=mode, line=style, cliponaxis=False)
-    fig.update_layout(showlegend=len(lines) > 1)
-    return _div(fig)
-
-
-def _lines(runs: list[RunLog], key: str, name: str, several: bool) -> list[Line]:
-    series = [(r, *r.series(key)) for r in runs]
-    if len(runs) <= _MANY:
-        label = {r.name: name if len(runs) == 1 else f"{r.name}: {name}" if several else r.name for r in runs}
-        return [Line(label[r.name], x, _smooth(y)) for r, x, y in series if x]
-    out = []
-    for group in dict.fromkeys(r.group for r in runs):
-        at: dict[int, list[float]] = {}
-        for _, x, y in (s for s in series if s[0].group == group):
-            for step, value in zip(x, _smooth(y), strict=True):
-                at.setdefault(step, []).append(value)
-        steps = sorted(at)
-        mean = [sum(at[s]) / len(at[s]) for s in steps]
-        out.append(Line(group, steps, mean, [min(at[s]) for s in steps], [max(at[s]) for s in steps]))
-    return out
-
-
-def _smooth(values: list[float]) -> list[float]:
-    """Moving mean over the last twentieth (at least 5 values) of a long series; a short one as it is."""
-    if len(values) <= _SMOOTH:
-        return values
-    w = max(5, len(values) // 20)
-    return [sum(values[max(0, i - w + 1) : i + 1]) / min(i + 1, w) for i in range(len(values))]
-
-
-def _steps(runs: list[RunLog]) -> int:
-    return max(len(r.metrics) for r in runs)
-
-
-def _intervals(runs: list[RunLog], task: str) -> go.Figure:
-    fig = _figure(f"Held-out: {task}", "share right", True)
-    for i, run in enumerate(runs):
-        x, y = run.series(f"eval/{task}/accuracy")
-        low, high = run.series(f"eval/{task}/low")[1], run.series(f"eval/{task}/high")[1]
-        bars: dict[str, Any] = {
-            "type": "data",
-            "symmetric": False,
-            "array": [h - v for h, v in zip(high, y, strict=True)],
-            "arrayminus": [v - lo for lo, v in zip(low, y, strict=True)],
-            "thickness": 1,
-        }
-        line = {"color": COLOURS[i % len(COLOURS)], "dash": DASHES[i % len(DASHES)], "width": 2}
-        fig.add_scatter(x=x, y=y, error_y=bars, name=run.name, mode="lines+markers", line=line, cliponaxis=False)
-    fig.update_layout(showlegend=len(runs) > 1)
+        label = _label(curve, name, len(drawn) > 1, several_keys)
+        style = {"color": colour, "dash": dash, "width": 2}
+        fig.add_scatter(x=line.x, y=line.y, error_y=bars, name=label, mode=mode, line=style, cliponaxis=False)
+    named = sum(t.showlegend is not False for t in fig.data)
+    fig.update_layout(showlegend=named > 1, height=_HEIGHT + _ROW * max(0, named - 3))
     return fig
 
 
-def _figure(title: str, unit: str, share: bool) -> go.Figure:
+def _add_band(fig: go.Figure, line: Line, colour: str) -> None:
+    """From the lowest to the highest run. The legend names the first band of a chart."""
+    first = not any(t.fill for t in fig.data)
+    fig.add_scatter(x=line.x + line.x[::-1], y=line.high + line.low[::-1], fill="toself", mode="lines",
+                    line={"width": 0}, fillcolor=colour, opacity=0.15, hoverinfo="skip",
+                    name="lowest to highest run", showlegend=first)  # fmt: skip
+
+
+def _label(curve: Curve, key: str, several_curves: bool, several_keys: bool) -> str:
+    words = ([curve.name] if several_curves else []) + ([key] if several_keys or not several_curves else [])
+    return ": ".join(words) + (f" (mean of {len(curve.runs)})" if curve.averaged else "")
+
+
+def _bars(curve: Curve, line: Line, low: str, high: str) -> dict[str, Any]:
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [h - v for h, v in zip(curve.line(high).y, line.y, strict=True)],
+        "arrayminus": [v - lo for lo, v in zip(curve.line(low).y, line.y, strict=True)],
+        "thickness": 1,
+    }
+
+
+def _empty(chart: Chart) -> go.Figure:
     fig = go.Figure()
     fig.update_layout(
-        title={"text": title, "font": {"size": 16}, "x": 0.02},
+        title={"text": chart.title, "font": {"size": 16}, "x": 0.02},
         xaxis={"title": {"text": "step"}, "rangemode": "tozero", "gridcolor": "#e6e6e6"},
-        yaxis={"title": {"text": unit}, "rangemode": "tozero", "gridcolor": "#e6e6e6"},
+        yaxis={"title": {"text": chart.unit}, "rangemode": "tozero", "gridcolor": "#e6e6e6"},
         template="plotly_white",
         yaxis_ticklabelstandoff=4,
-        height=320,
         margin={"l": 60, "r": 15, "t": 45, "b": 80},
-        legend={"orientation": "h", "y": -0.28, "yanchor": "top", "font": {"size": 11}},
+        legend={"orientation": "h", "y": -0.32, "yanchor": "top", "font": {"size": 11}},
     )
-    if share:
+    if chart.share:
         fig.update_yaxes(tickformat=".0%")
+    if chart.words:
+        at = list(range(len(chart.words)))
+        fig.update_yaxes(tickvals=at, ticktext=chart.words, range=[-0.1, at[-1] + 0.1])
+        fig.update_layout(margin_l=85)
     return fig
-
-
-def _div(fig: go.Figure) -> str:
-    return str(
-        fig.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
-    )

@@ -9,13 +9,14 @@ from typing import Any
 from coterie.errors import UserError
 from coterie.rundir import read_jsonl
 
+STATES = ("solo", "degraded", "sharing")  # the values 0, 1, 2 of swarm/state
+
 
 @dataclass(frozen=True)
 class RunLog:
-    """One run's files. ``group`` is what runs are averaged under when there are many: the folder they share."""
+    """One run's files."""
 
     name: str
-    group: str
     path: Path
     config: str
     metrics: list[dict[str, Any]]
@@ -61,7 +62,6 @@ def load_runs(paths: list[Path]) -> list[RunLog]:
         runs.append(
             RunLog(
                 name,
-                name.rpartition("/")[0] or name,
                 path,
                 config.read_text(encoding="utf-8") if config.is_file() else "",
                 metrics,

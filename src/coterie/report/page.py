@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coterie.report.data import RunLog, load_runs
+from coterie.report.data import STATES, RunLog, load_runs
 from coterie.rundir import write_atomic
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 _SHOWN = 40  # transcripts per run, spread over the run
 
@@ -21,7 +24,8 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     import jinja2
     from plotly.offline import get_plotlyjs
 
-    from coterie.report.charts import held_out, others, reading_note
+    from coterie.report.charts import figures
+    from coterie.report.curves import reading_note
 
     runs = load_runs(list(paths))
     loader = jinja2.PackageLoader("coterie.report", "")
@@ -31,7 +35,8 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         plotlyjs=get_plotlyjs(),
         headline=[_headline(r) for r in runs],
         tasks=_task_table(runs),
-        charts=held_out(runs) + others(runs),
+        swarm=[_swarm_row(r) for r in runs if r.last("swarm/state") is not None],
+        charts=[(_div(fig), note) for fig, note in figures(runs)],
         reading_note=reading_note(runs),
         transcripts=[(r, _spread(r.trajectories)) for r in runs if r.trajectories],
     )
@@ -80,6 +85,29 @@ def _task_table(runs: list[RunLog]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _swarm_row(run: RunLog) -> dict[str, str]:
+    """How sharing went for one node."""
+    states = run.series("swarm/state")[1]
+    used, wanted = (sum(run.series(k)[1]) for k in ("swarm/used_groups", "swarm/wanted"))
+    ages = [s * n for s, n in zip(run.series("swarm/staleness")[1], run.series("swarm/used_groups")[1], strict=True)]
+    start, last = "swarm/refused/", next(r for r in reversed(run.metrics) if "swarm/state" in r)
+    kinds = {k.removeprefix(start): n for k, n in last.items() if k.startswith(start)}
+    return {
+        "name": run.name,
+        "state": STATES[int(states[-1])],
+        "sharing": f"{states.count(2.0) / len(states):.0%}",
+        "used": f"{used:.0f} of {wanted:.0f}",
+        "staleness": f"{sum(ages) / used:.1f}" if used else "-",
+        "refused": ", ".join(f"{n:.0f} {k}" for k, n in sorted(kinds.items(), key=lambda x: -x[1])) or "none",
+    }
+
+
+def _div(fig: Figure) -> str:
+    return str(
+        fig.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
+    )
 
 
 def _spread(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
