@@ -274,7 +274,9 @@ def bench(
 
 @app.command()
 def experiment(
-    file: Annotated[Path, typer.Argument(help="Experiment file: arms, seeds, comparisons.")],
+    file: Annotated[
+        Path, typer.Argument(help="Experiment file (arms, seeds, comparisons), or the name of one in ./experiments.")
+    ],
     out: Annotated[Path, typer.Option(help="Directory for runs, results.jsonl and table.md.")] = Path(
         "runs/experiment"
     ),
@@ -284,7 +286,7 @@ def experiment(
 ) -> None:
     """Arms x seeds: runs what is not done yet, then tables and paired tests over seeds.
 
-    Example: coterie experiment experiments/domains.toml --out runs/domains
+    Example: coterie experiment sharing --out runs/sharing
     """
     from coterie.experiment import run_experiment, summary
 

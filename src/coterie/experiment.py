@@ -115,7 +115,8 @@ class Job:
 def load_experiment(path: Path) -> Experiment:
     """Raises UserError: missing file, broken TOML, unknown key, or a comparison of an arm that does not exist."""
     if not path.is_file():
-        raise UserError(f"experiment {path}: no such file")
+        known = ", ".join(sorted(p.stem for p in Path("experiments").glob("*.toml")))
+        raise UserError(f"experiment {path}: no such file" + (f", and none of ./experiments: {known}" if known else ""))
     try:
         spec = Experiment.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, ValidationError) as e:
@@ -128,14 +129,21 @@ def load_experiment(path: Path) -> Experiment:
     return spec
 
 
+def _named(path: Path) -> Path:
+    """``sharing`` stands for ``experiments/sharing.toml`` of the folder one is in."""
+    named = Path("experiments") / f"{path}.toml"
+    return named if not path.exists() and named.is_file() else path
+
+
 def run_experiment(path: Path, out: Path, jobs: int, only: Sequence[str] = ()) -> Path:
     """Run what is not done yet, ``jobs`` processes at a time; ``results.jsonl`` and ``table.md`` in ``out`` hold whatever is done
-    after each run, so a stopped experiment has them too.
+    after each run, so a stopped experiment has them too. ``path``: a file, or the name of one in ``experiments/``.
 
     Raises:
         UserError: the file is wrong, or an unknown arm in ``only``.
         CoterieError: a run failed (its output is in ``ARM-SEED.log`` in ``out``); finished runs are kept.
     """
+    path = _named(path)
     spec = load_experiment(path)
     if unknown := [a for a in only if a not in spec.arms]:
         raise UserError(f"experiment {path}: no arm {unknown[0]!r}; there are {', '.join(spec.arms)}")

@@ -162,3 +162,14 @@ def test_a_run_stops_at_its_budget_of_tokens_also_after_a_restart(
 def test_wrong_files_are_refused(tmp_path: Path, change: tuple[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         load_experiment(spec_file(tmp_path, SPEC.replace(*change)))
+
+
+def test_an_experiment_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name in ./experiments; a name that is not there is refused with those that are."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "mine.toml").write_text('question = "?"\nseeds = []\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"experiment experiments/mine\.toml"):  # found, read, and refused: no seeds
+        run_experiment(Path("mine"), tmp_path / "out", 1)
+    with pytest.raises(UserError, match=r"experiment yours: no such file, and none of \./experiments: mine"):
+        run_experiment(Path("yours"), tmp_path / "out", 1)

@@ -106,7 +106,7 @@ def counts(nodes: Sequence[Worker]) -> list[int]:
     return [len(n.steps()) for n in nodes]
 
 
-def test_sw02_a_partition_heals_and_a_relay_comes_back_without_a_restart(net: Net, tmp_path: Path) -> None:
+def test_a_partition_heals_and_a_relay_comes_back_without_a_restart(net: Net, tmp_path: Path) -> None:
     relay = start_relay(net)
     where = {"a1": (1, "a"), "a2": (2, "a"), "b": (3, "b")}
     nodes = [

@@ -76,6 +76,33 @@ def test_a_node_that_asks_for_no_peer_groups_trains_as_if_alone(tmp_path: Path) 
     )  # 1% in docs/results/swarm.md; this machine may be busy
 
 
+def test_sw09_a_node_that_hears_nobody_trains_as_if_alone(tmp_path: Path) -> None:
+    alone, _ = weights(config(tmp_path / "alone"))
+    path = str(tmp_path / "swarm.sqlite")
+    lone, metrics = weights(config(tmp_path / "lone", exchange="local", path=path, peer_groups=4))
+    assert metrics["swarm/state"] == 0 and metrics["swarm/wanted"] == 4
+    assert all(torch.equal(alone[k], lone[k]) for k in alone)
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_groups_that_waited(tmp_path: Path) -> None:
+    """What the pool held is in the checkpoint: not heard again (the file is read from its end), not lost, not used twice."""
+    path, said = str(tmp_path / "swarm.sqlite"), list[str]()
+    cfg = config(tmp_path / "node", exchange="local", path=path, peer_groups=2, selection="uniform")
+    cfg = cfg.model_copy(update={"steps": 4})
+    with Run(cfg, quiet=True) as run:
+        contribute_rollouts(config(tmp_path / "frozen", exchange="local", path=path), 0.0, said.append)
+        run.advance()
+        waiting = set(run.trainer.node.pool.entries)
+        assert run.metrics["update/peer_groups"] == 2 and len(waiting) >= 4
+    with Run(cfg, quiet=True) as run:
+        assert run.trainer.step == 1 and set(run.trainer.node.pool.entries) == waiting
+        run.advance()
+        run.advance()
+        assert run.metrics["swarm/received"] == 0 and run.metrics["update/peer_groups"] == 2
+        assert set(run.trainer.node.pool.entries) < waiting
+        assert sum(p["used"] for p in run.trainer.node.peers()) == 6  # of before the stop and after, each once
+
+
 def test_a_simulation_can_be_repeated_bit_for_bit(tmp_path: Path) -> None:
     """Identities, times and choices are functions of the seed, wherever and whenever the nodes run."""
     found = []
