@@ -110,7 +110,7 @@ def test_disattenuated_cosine_finds_the_planted_one_where_the_raw_one_is_too_sma
 def test_controls_agree_oppose_and_vanish_where_there_is_signal() -> None:
     got = figures(planted(3, 0.0), "mean")
     for c in got["controls"].values():
-        assert c["resolved"] and c["sound"]
+        assert c["resolved"] and not c["failed"]
         assert c["positive"]["cosine"] == pytest.approx(1, abs=0.25)
         assert c["adversarial"]["cosine"] == pytest.approx(-1, abs=0.25)
     assert "no overlap seen; the true cosine lies between" in got["pairs"][0]["reading"]
@@ -122,6 +122,22 @@ def test_without_signal_nothing_is_called_orthogonal() -> None:
     said = [figures(planted(seed, 0.0, problems=10, signal=0.0), "mean")["pairs"][0] for seed in range(12)]
     assert sum("no overlap seen; the true cosine" in p["reading"] for p in said) <= 1
     assert sum("not enough data" in p["reading"] for p in said) >= 8
+
+
+def test_a_failed_control_forbids_every_statement_and_is_named() -> None:
+    """The answers to a problem share a direction and the baseline is not theirs: shuffling rewards then changes nothing, which
+    no statement about tasks survives."""
+    rng = np.random.default_rng(0)
+    shared = np.linalg.qr(rng.normal(size=(60, 2)))[0].T
+    reward = np.tile(np.repeat([1, 0], G), 40)  # whole groups right or wrong, in turn
+    pull = (2 * reward - 1)[:, None] * np.repeat(shared, 40 * G, axis=0)
+    s = made(rng.normal(size=(2 * 40 * G, 60)) + 2 * pull, reward, 40)
+    got = figures(s, "batch")
+    for c in got["controls"].values():
+        assert c["resolved"] and "shuffled within groups still give an I in [+" in c["failed"]
+    line = got["pairs"][0]["reading"]
+    assert "no statement, a control failed" in line and "in a and " in line and "no overlap" not in line
+    assert got["pairs"][0]["cosine"] is not None  # what would have been called free of overlap
 
 
 def test_the_meter_reads_zero_on_policy_and_the_planted_share_off_policy() -> None:

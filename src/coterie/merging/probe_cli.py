@@ -83,7 +83,8 @@ def _temperatures(text: str) -> list[float]:
 def _show(found: dict[str, Any], console: Console) -> None:
     table = Table("task", "solved", "zero grad", "|S|", "V", "M", "U", "signal", "off-policy", "control", box=None)
     for name, t in found["tasks"].items():
-        control = "resolved" if found["controls"][name]["resolved"] else "unresolved"
+        c = found["controls"][name]
+        control = "failed" if c["failed"] else "resolved" if c["resolved"] else "unresolved"
         table.add_row(name, number(t["solve_rate"], ".2f"), f"{t['zero_gradient_share']:.0%}", f"{t['S']:.3g}", f"{t['V']:.3g}",
                       number(t["M"], ".3g"), f"{t['U']:.1e}", number(t["signal_share"], ".0%"),
                       number(t["off_policy"], "+.3f"), control)  # fmt: skip
