@@ -15,6 +15,7 @@ def run_of(folder: Path, steps: int = 60) -> Path:
         if step % 20 == 0:
             share = 0.4 + 0.3 * step / steps
             row |= {"eval/accuracy": share, "policy/kl_to_start": 0.001 * step}
+            row |= {"eval_tagged/accuracy": share, "eval_helped/accuracy": share + 0.1, "eval_helped/gap": 0.1}
             for task in ("intermediate_integration", "gcd"):
                 row |= {f"eval/{task}/{k}": share + d for k, d in (("accuracy", 0), ("low", -0.1), ("high", 0.1))}
                 row |= {f"eval/{task}/length": 21.5, f"eval/{task}/truncated": 0.01}
@@ -25,6 +26,7 @@ def run_of(folder: Path, steps: int = 60) -> Path:
             row |= {"policy/nothing_to_train": 0.0, "update/own_groups": 4.0, "update/peer_groups": 4.0}
             row |= {"swarm/state": 2.0 if step > 5 else 0.0, "swarm/staleness": 1.5, "swarm/used_groups": 4.0}
             row |= {"swarm/wanted": 5.0, "swarm/refused": 3.0 * step, "swarm/refused/signature": 3.0 * step}
+            row |= {"helpers/reward/solo": 0.4, "helpers/reward/helped": 0.5, "helpers/consults": 0.2}
             row |= {"tokens/generated": 900.0, "time/step_s": 0.4}
         rows.append(row)
     segments = [{"source": "policy", "text": "3+4=7<verify>7?</verify>" * 9}, {"source": "helper", "text": "yes " * 40}]

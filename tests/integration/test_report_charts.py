@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,56 @@ def test_a_run_that_shares_nothing_has_no_swarm_in_its_report(tmp_path: Path) ->
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
     page = write_report([path], tmp_path / "report.html").read_text()
     assert "<h2>Swarm</h2>" not in page and "Staleness" not in page and "Peers' reward" not in charts_of([path])
+
+
+# Linear-RGB matrices of Machado, Oliveira and Fernandes 2009 (IEEE TVCG 15:1291), full severity.
+DEFICIENCIES = {
+    "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+@pytest.mark.parametrize("folders", [[1], [3], [5], [8], [5, 4], [2] * 8], ids=str)
+def test_lines_of_a_chart_are_told_apart_by_every_eye(folders: list[int], tmp_path: Path) -> None:
+    """Any two lines differ by their dash, or by a CIE76 distance of 20 between their colours, whatever the number of runs."""
+    paths = [run_of(tmp_path / f"arm_{a}" / f"node_{i}", 1) for a, n in enumerate(folders) for i in range(n)]
+    charts = charts_of(paths)
+    assert len(charts) == 19  # all of them, with up to three keys
+    for title, traces in charts.items():
+        styles = [(t["line"]["color"], t["line"]["dash"]) for t in traces if t.get("fill") is None]
+        for (a, dash_a), (b, dash_b) in itertools.combinations(styles, 2):
+            assert dash_a != dash_b or min(_distances(a, b)) > 20, (title, a, b)
+
+
+def test_a_run_looks_the_same_in_every_chart_whatever_it_has_logged(tmp_path: Path) -> None:
+    alone, sharing = swarm_of(tmp_path / "alone", 1)[0], swarm_of(tmp_path / "sharing", 1)[0]
+    rows = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
+    rows = [{k: v for k, v in r.items() if k != "peer/reward"} for r in rows]
+    (alone / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    charts = charts_of([alone, sharing])
+    (only,) = lines_of(charts["Peers' reward"]).values()
+    assert only["line"] == lines_of(charts["Own reward"])["sharing/node_0"]["line"]
+
+
+def _distances(a: str, b: str) -> list[float]:
+    return [math.dist(_lab(_simulate(a, m)), _lab(_simulate(b, m))) for m in DEFICIENCIES.values()]
+
+
+def _simulate(colour: str, matrix: tuple[tuple[float, ...], ...]) -> list[float]:
+    rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return [min(1.0, max(0.0, sum(m * c for m, c in zip(row, linear, strict=True)))) for row in matrix]
+
+
+def _lab(rgb: list[float]) -> tuple[float, float, float]:
+    r, g, b = rgb
+    xyz = (
+        0.4124 * r + 0.3576 * g + 0.1805 * b,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        0.0193 * r + 0.1192 * g + 0.9505 * b,
+    )
+    x, y, z = (c / w for c, w in zip(xyz, (0.9505, 1.0, 1.089), strict=True))
+    f = [v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z)]
+    return 116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])

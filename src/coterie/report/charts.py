@@ -1,5 +1,5 @@
-"""The charts of a report. Colours are the Okabe-Ito set (told apart by colour-blind readers), the five that differ most
-first; lines also differ by dash."""
+"""The charts of a report. Colours are the five of the Okabe-Ito set that colour-blind readers tell apart best; lines also
+differ by dash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from coterie.report.curves import Curve, Line, curves
 from coterie.report.data import STATES, RunLog
 
-COLOURS = ("#0072B2", "#D55E00", "#000000", "#CC79A7", "#56B4E9", "#E69F00", "#009E73")
+COLOURS = ("#0072B2", "#D55E00", "#000000", "#CC79A7", "#56B4E9")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _HEIGHT, _ROW = 330, 19  # pixels: a chart, and what each name in its legend adds beyond three
 
@@ -93,10 +93,11 @@ def _held_out(runs: list[RunLog]) -> list[Chart]:
 def _figure(chart: Chart, drawn: list[Curve]) -> go.Figure:
     fig = _empty(chart)
     lines = [(c, name, c.line(key)) for key, name in chart.keys.items() for c in drawn]
-    lines = [(c, name, line) for c, name, line in lines if line.x]
-    several_keys = len({name for _, name, _ in lines}) > 1
+    several_keys = len({name for _, name, line in lines if line.x}) > 1
     for i, (curve, name, line) in enumerate(lines):
-        colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
+        if not line.x:
+            continue  # its style stays its own: a run looks the same in every chart
+        colour, dash = style_of(i)
         if curve.averaged:
             _add_band(fig, line, colour)
         bars = None if curve.averaged or chart.interval is None else _bars(curve, line, *chart.interval)
@@ -107,6 +108,12 @@ def _figure(chart: Chart, drawn: list[Curve]) -> go.Figure:
     named = sum(t.showlegend is not False for t in fig.data)
     fig.update_layout(showlegend=named > 1, height=_HEIGHT + _ROW * max(0, named - 3))
     return fig
+
+
+def style_of(i: int) -> tuple[str, str]:
+    """Colour and dash of the ``i``-th line of a chart: 25 pairs, and lines of the same dash have different colours."""
+    n = len(COLOURS)
+    return COLOURS[i % n], DASHES[(i + i // n) % n]
 
 
 def _add_band(fig: go.Figure, line: Line, colour: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coterie.report.data import RunLog
 
 _MANY = 5  # more runs than this are drawn as one line per folder
-_FOLDERS = 8  # most of these lines; where there are more folders, the folders above them are taken
+_FOLDERS = 8  # most of these lines, times 3 keys of a chart: as many as there are styles; more go to the folders above
 _SMOOTH = 40  # series longer than this are drawn as a moving mean over a twentieth of their length
 
 
