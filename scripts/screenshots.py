@@ -40,6 +40,7 @@ _LOOK = """(() => {
   const title = c => text(c.querySelector('.gtitle'));
   const over = (a, b) => a && b && a.getBoundingClientRect().top < b.getBoundingClientRect().bottom;
   const charts = [...document.querySelectorAll('.js-plotly-plot')];
+  const drawings = [...document.querySelectorAll('svg')].filter(s => !s.closest('.js-plotly-plot'));
   const small = [...document.querySelectorAll('body *')].filter(e => e.children.length === 0 && text(e)
     && e.getClientRects().length && parseFloat(getComputedStyle(e).fontSize) < 10.5);
   return JSON.stringify({
@@ -51,6 +52,7 @@ _LOOK = """(() => {
     unlabelled: charts.filter(c => !text(c.querySelector('.xtitle')) || !text(c.querySelector('.ytitle'))).length,
     covered: charts.filter(c => over(c.querySelector('.legend'), c.querySelector('.xtitle'))).map(title),
     cut: charts.filter(c => c.getBoundingClientRect().right > innerWidth + 1).length,
+    clipped: drawings.filter(s => s.getBBox().x + s.getBBox().width > s.clientWidth + 1).map(s => text(s).slice(0, 30)),
     small: small.map(e => text(e).slice(0, 30)).slice(0, 5),
   });
 })()"""
@@ -149,9 +151,8 @@ def problems(browser: Browser, page: Path, width: int) -> list[str]:
     seen = json.loads(browser.run(_LOOK))
     wrong = [f"console: {e}" for e in browser.errors()]
     wrong += [f"{seen['overflow']} px wider than the screen"] if seen["overflow"] > 0 else []
-    wrong += [
-        f"{kind}: {seen[kind]}" for kind in ("empty", "untitled", "unlabelled", "covered", "cut", "small") if seen[kind]
-    ]
+    kinds = ("empty", "untitled", "unlabelled", "covered", "cut", "clipped", "small")
+    wrong += [f"{kind}: {seen[kind]}" for kind in kinds if seen[kind]]
     wrong += [f"laid out {seen['width']} px wide"] if seen["width"] != width else []
     return wrong
 

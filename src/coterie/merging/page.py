@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def sparsity_curves(experts: dict[str, Any]) -> str:
     thresholds = list(next(iter(experts.values()))["share_above_in_bf16"])
     wide, high, left = 90, 180, 40
     right, bottom = left + wide * (len(thresholds) - 1), high + 10
-    parts = [f'<svg width="{right + 160}" height="{high + 40}" role="img">']
+    parts = []
     for share in (0.0, 0.5, 1.0):
         y = bottom - high * share
         parts.append(f'<line x1="{left}" x2="{right}" y1="{y}" y2="{y}" stroke="#ddd"/>')
@@ -103,7 +104,7 @@ def sparsity_curves(experts: dict[str, Any]) -> str:
             places = " ".join(f"{left + wide * k},{bottom - high * e[key][t]:.1f}" for k, t in enumerate(thresholds))
             parts.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
         parts.append(f'<text x="{right + 10}" y="{20 + 16 * i}" fill="{colour}">{escape(name)}</text>')
-    return "".join(parts) + "</svg>"
+    return drawing(right + 160, high + 40, parts)
 
 
 def heat_map(rows: list[str], columns: list[str], cells: list[list[float | None]], form: str, least: float) -> str:
@@ -114,7 +115,7 @@ def heat_map(rows: list[str], columns: list[str], cells: list[list[float | None]
     most = max(most, least)  # so that noise does not look like a finding
     left, top = 8 + 7 * max(map(len, rows), default=0), 20 + 5 * max(map(len, columns), default=0)
     wide, high = 62, 22
-    parts = [f'<svg width="{left + wide * len(columns) + 60}" height="{top + high * len(rows) + 8}" role="img">']
+    parts = []
     for x, text in enumerate(columns):
         at = left + wide * x + wide / 2
         parts.append(f'<text transform="translate({at},{top - 6}) rotate(-35)">{escape(text)}</text>')
@@ -125,7 +126,16 @@ def heat_map(rows: list[str], columns: list[str], cells: list[list[float | None]
             parts.append(f'<rect {place} fill="{_colour(c, most)}"/>')
             middle = f'x="{left + wide * x + wide / 2 - 1}" y="{top + high * y + 14}" text-anchor="middle"'
             parts.append(f"<text {middle}>{number(c, form)}</text>")
-    return "".join(parts) + "</svg>"
+    ends = [
+        wide * (x + 0.5) + 12 + 6 * len(text) for x, text in enumerate(columns)
+    ]  # slanted names reach beyond the cells
+    return drawing(left + max([*ends, wide * len(columns)]), top + high * len(rows) + 8, parts)
+
+
+def drawing(width: float, height: float, parts: Sequence[str]) -> str:
+    """An SVG of its full size, in a box that scrolls where the screen is narrower."""
+    svg = f'<svg width="{width:.0f}" height="{height:.0f}" role="img">{"".join(parts)}</svg>'
+    return f'<div style="overflow-x:auto">{svg}</div>'
 
 
 def _colour(value: float | None, most: float) -> str:

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 from coterie.errors import UserError
-from coterie.merging.page import COLOURS, heat_map
+from coterie.merging.page import COLOURS, drawing, heat_map
 from coterie.merging.tables import number
 from coterie.rundir import write_atomic
 
@@ -48,7 +48,7 @@ def _scatter(found: dict[str, Any], names: list[str]) -> str:
     """Points in the plane of their two main directions, coloured by task."""
     points = found["points"]
     most = max((abs(c) for p in points for c in p), default=0.0) or 1.0
-    parts = [f'<svg width="{_SIZE + 160}" height="{_SIZE}" role="img">']
+    parts = []
     for task, point in zip(found["task"], points, strict=True):
         x, y = (_SIZE / 2 * (1 + 0.95 * c / most) for c in (*point, 0.0)[:2])
         parts.append(f'<circle cx="{x:.1f}" cy="{_SIZE - y:.1f}" r="4" fill="{COLOURS[task % 8]}" fill-opacity=".7"/>')
@@ -56,4 +56,4 @@ def _scatter(found: dict[str, Any], names: list[str]) -> str:
         colour = COLOURS[i % 8]
         parts.append(f'<circle cx="{_SIZE + 10}" cy="{20 + 18 * i}" r="5" fill="{colour}"/>')
         parts.append(f'<text x="{_SIZE + 20}" y="{24 + 18 * i}">{escape(name)}</text>')
-    return "".join(parts) + "</svg>"
+    return drawing(_SIZE + 160, _SIZE, parts)
