@@ -409,11 +409,15 @@ class ParallelConfig(Section):
     log_updates: int = Field(0, ge=0)
     """Keep a sketch of every update as applied, of this many values (a power of two; 65536 is 256 KiB a step), for the
     cross-time report. 0: off."""
+    probe: int = Field(0, ge=0)
+    """Problems per task of a gradient probe of the base that enters the verdicts (see `coterie probe`; 64 or more). 0: none."""
 
     @model_validator(mode="after")
     def _usable(self) -> ParallelConfig:
         if self.log_updates & (self.log_updates - 1):
             raise ValueError(f"log_updates must be 0 or a power of two, not {self.log_updates}")
+        if 0 < self.probe < 4:
+            raise ValueError(f"probe must be 0 or at least 4, not {self.probe}: halves of a task are compared")
         for name, tasks in self.experts.items():
             if not re.fullmatch(r"[\w-]+", name) or not tasks:
                 raise ValueError(f"experts: {name!r} needs a name of letters, digits, - and _, and at least one task")

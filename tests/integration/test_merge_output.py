@@ -403,6 +403,10 @@ def test_cli_interference_prints_writes_and_refuses_to_overwrite(tmp_path) -> No
     assert printed["all"]["pairs"][0]["experts"] == ["logic", "math"] and len(printed["subspaces"]["matrices"]) == 4
     shown = run("interference", b, *e, "--top-k", 0, "--out", tmp_path / "out")
     assert shown.exit_code == 0 and "Weights alone never show that a merge is safe" in shown.stdout, shown.output
+    verdict = (
+        "verdict: logic and math: not enough data; missing: scores of each on the other's tasks and resolved gradients"
+    )
+    assert verdict in shown.stdout and verdict[9:60] in (tmp_path / "out/interference.html").read_text()
     assert (tmp_path / "out/interference.html").is_file() and (tmp_path / "out/interference.json").is_file()
     again = run("interference", b, *e, "--out", tmp_path / "out")
     assert isinstance(again.exception, UserError) and "holds a report already" in str(again.exception)

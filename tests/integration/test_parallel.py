@@ -28,6 +28,7 @@ adapt_steps = 1
 jobs = 2
 retries = 0
 log_updates = 1024
+probe = 4
 [parallel.experts]
 bits = ["count_bits"]
 divisors = ["gcd"]
@@ -107,6 +108,8 @@ def test_a_killed_expert_resumes_alone_and_everything_is_reported(tmp_path: Path
     assert all(0 <= m["leak"] <= 1 and m["length"] > 0 for m in result["models"].values())
     assert result["untrained"]["tasks"] == ["spell_backward"] and "merged" in result["untrained"]["scores"]
     assert {v["outcome"] for v in result["verdicts"]} <= {"merge", "search", "do not merge", "not enough data"}
+    assert len(result["probe"]) == 1 and "bits and divisors" in result["probe"][0]
+    assert (run / "probe_4" / "probe.html").is_file() and "probed the base: 4 problems per task" in out
     receipt = json.loads((run / "merged" / "sum_0.6" / "merge_receipt.json").read_text())
     assert receipt["recipe"]["lambda"] == 0.6
     assert "What is kept" in (run / "report.html").read_text()

@@ -92,6 +92,8 @@ def test_probe_as_typed_reports_tasks_pairs_controls_and_a_sweep(tmp_path: Path)
     assert warm["tasks"]["gcd"]["M"] > 0 and warm["tasks"]["gcd"]["V"] < warm["tasks"]["gcd"]["S"]
     assert warm["pairs"][0]["tasks"] == ["gcd", "count_bits"] and warm["floor_of_the_sketch"] == pytest.approx(3 / 64)
     assert len(warm["map"]["points"]) == 8
+    verdict = f"gcd and count_bits: {warm['pairs'][0]['verdict']['outcome']}; "
+    assert f"verdict: {verdict}" in done.output and "missing: scores of each on the other's tasks" in done.output
     page = (tmp_path / "p" / "probe.html").read_text()
     assert "Disattenuated cosines" in page and "Scores of single answers" in page
     again = CliRunner().invoke(app, ["probe", "tiny", *flags, "--out", str(tmp_path / "p")])

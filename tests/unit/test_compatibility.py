@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from coterie.bench.verdict import Member, Negated, auc, halves, judge
-from coterie.merging.compatibility import Evidence, decide
+from coterie.merging.compatibility import Evidence, Scored, decide, overlap_of
 from coterie.merging.probe import ProbeSettings, Scores
+from coterie.parallel.evidence import Side, by_expert, sole_owners
+from coterie.parallel.evidence import evidence as build_evidence
 from coterie.tasks.scoring import Score
 
 GAINED = ((0.1, 0.3), (0.1, 0.3))
 
 
 def evidence(transfer: Any, gain_interval: Any = GAINED, overlap: Any = None) -> Evidence:
-    return Evidence(("maths", "logic"), (0.2, 0.2), gain_interval, transfer, overlap)
+    return Evidence(("maths", "logic"), Scored((0.2, 0.2), gain_interval, (0.0, 0.0), transfer), overlap)
 
 
 def test_harm_to_the_other_comes_first() -> None:
@@ -47,6 +50,70 @@ def test_experts_that_learned_the_same_overshoot_in_a_plain_sum() -> None:
     v = decide(evidence(((0.12, 0.3), (0.11, 0.3))))
     assert v.outcome == "search" and "lambda 0.5" in v.reasons[0]
     assert decide(evidence(((0.12, 0.3), (0.05, 0.3)))).outcome == "merge"
+
+
+def test_without_scores_the_verdict_says_what_is_missing() -> None:
+    names = ("maths", "logic")
+    nothing = decide(Evidence(names))
+    assert nothing.outcome == "not enough data"
+    assert nothing.reasons == (
+        "missing: scores of each on the other's tasks and resolved gradients of the tasks (coterie probe)",
+    )
+    assert decide(Evidence(names, overlap=(-2.0, -0.5))).outcome == "do not merge"
+    calm = decide(Evidence(names, overlap=(-2.0, 0.5)))
+    assert calm.outcome == "not enough data" and "gradients" not in calm.reasons[0]
+    for weights, outcome in (
+        ((-0.3, -40.0), "search"),
+        ((-0.01, -2.0), "not enough data"),
+        ((0.3, 40.0), "not enough data"),
+    ):
+        found = decide(Evidence(names, weights=weights))
+        assert found.outcome == outcome and "missing: scores" in found.reasons[-1]
+    assert (
+        "the deltas oppose each other (cosine -3.00e-01, z -40.0)"
+        in decide(Evidence(names, weights=(-0.3, -40.0))).reasons
+    )
+    scored = evidence(((-0.02, 0.02), (-0.02, 0.02)))
+    assert decide(replace(scored, weights=(-0.3, -40.0))).outcome == "merge"  # scores outrank weights
+
+
+@pytest.mark.parametrize(("resolved", "failed", "known"), [(True, "", True), (False, "", False), (True, "why", False)])
+def test_the_probe_is_evidence_only_where_its_controls_hold(resolved: bool, failed: str, known: bool) -> None:
+    controls = {"a": {"resolved": True, "failed": ""}, "b": {"resolved": resolved, "failed": failed}}
+    pair = {"tasks": ["a", "b"], "I_interval": [-2.0, -1.0]}
+    assert overlap_of(pair, controls) == ((-2.0, -1.0) if known else None)
+    base, better = {"x": [0.0] * 8, "y": [0.0] * 8}, {"x": [1.0] * 8, "y": [1.0] * 8}
+    sides = (Side(base, better, base, ["x"]), Side(base, better, base, ["y"]))
+    found = build_evidence(("b", "a"), sides, {"pairs": [pair], "controls": controls})
+    assert found.overlap == ((-2.0, -1.0) if known else None)
+    assert found.scores is not None and found.scores.gain == (1.0, 1.0)
+    assert found.scores.transfer_interval == ((0.0, 0.0), (0.0, 0.0))
+    assert decide(found).outcome == ("do not merge" if known else "merge")
+    assert build_evidence(("a", "b"), sides, None).overlap is None
+
+
+def test_tasks_of_a_probe_become_their_experts_and_shared_ones_belong_to_none() -> None:
+    owner = sole_owners({"maths": ["gcd", "chain_sum", "bits"], "logic": ["bits", "puzzles"]})
+    assert owner == {"gcd": "maths", "chain_sum": "maths", "puzzles": "logic"}
+    n = 3 * 2 * 2
+    scores = Scores(
+        tasks=("gcd", "puzzles", "chain_sum"),
+        task=np.repeat([0, 1, 2], 4),
+        group=np.repeat(np.arange(6), 2),
+        reward=np.tile([1.0, 0.0], 6),
+        length=np.ones(n, int),
+        entropy=np.ones(n),
+        concentration=np.ones(n),
+        distinct=np.array([0.5, 0.25, 1.0]),
+        gram=np.eye(n),
+        reference_norm=(3.0, None, 4.0),
+        floor=0.0,
+        values=1,
+        settings=ProbeSettings(),
+    )
+    got = by_expert(scores, owner)
+    assert got.tasks == ("maths", "logic") and got.task.tolist() == [0] * 4 + [1] * 4 + [0] * 4
+    assert got.distinct.tolist() == [0.75, 0.25] and got.reference_norm == (pytest.approx(12.5**0.5), None)
 
 
 def test_auc_by_hand() -> None:

@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 from torch import Tensor
 
 from coterie.config import Config, EvalConfig, RolloutConfig
 from coterie.evaluation import evaluate
-from coterie.merging.compatibility import Evidence, decide
+from coterie.merging.compatibility import decide
 from coterie.merging.probe import ProbeSettings, Scores, collect
 from coterie.merging.probe_figures import figures
 from coterie.models import tiny_tasks
-from coterie.parallel.scores import rates, resampled, retention
+from coterie.parallel.evidence import Side, evidence
+from coterie.parallel.scores import rates, retention
 from coterie.rng import derive
 from coterie.rollout import training_sampling
 from coterie.run import build
@@ -241,40 +241,22 @@ def _predictors(
     base: Rates, seen: dict[Member, Rates], a: Member, b: Member, found: dict[str, Any], da: Any, db: Any
 ) -> dict[str, Any]:
     """What is known before merging, and the verdict it gives."""
-    gain, gain_interval, transfer, transfer_interval = [], [], [], []
-    for own, other in ((a, b), (b, a)):
-        start = _turned(base, own)
-        many = resampled([start, _turned(seen[own], own), _turned(seen[other], own)], [own.task])  # [3, R]
-        gain.append(float(many[1].mean() - many[0].mean()))
-        transfer.append(float(many[2].mean() - many[0].mean()))
-        gain_interval.append(_span(many[1] - many[0]))
-        transfer_interval.append(_span(many[2] - many[0]))
-    pair, controls = found["pairs"][0], found["controls"]
-    resolved = all(c["resolved"] for c in controls.values())
-    evidence = Evidence(
-        ("first", "second"),
-        (gain[0], gain[1]),
-        (gain_interval[0], gain_interval[1]),
-        (transfer_interval[0], transfer_interval[1]),
-        tuple(pair["I_interval"]) if resolved else None,
-    )
+    sides = [Side(_turned(base, x), _turned(seen[x], x), _turned(seen[y], x), [x.task]) for x, y in ((a, b), (b, a))]
+    known = evidence(("first", "second"), (sides[0], sides[1]), found)
+    assert known.scores is not None
+    pair = found["pairs"][0]
     dot = sum(float((da[n].double() * db[n].double()).sum()) for n in da)
     norms = [sum(float(d[n].double().square().sum()) for n in d) ** 0.5 for d in (da, db)]
     return {
-        "verdict": asdict(decide(evidence)),
-        "resolved": resolved,
+        "verdict": asdict(decide(known)),
+        "resolved": known.overlap is not None,
         "predictors": {
-            "worst transfer": min(transfer),
+            "worst transfer": min(known.scores.transfer),
             "raw gradient cosine": pair["raw_cosine"],
             "disattenuated cosine": pair["cosine"],
             "delta cosine": dot / (norms[0] * norms[1]) if all(norms) else None,
         },
     }
-
-
-def _span(values: NDArray[np.float64]) -> tuple[float, float]:
-    low, high = np.quantile(values, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

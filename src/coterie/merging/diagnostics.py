@@ -12,7 +12,7 @@ from coterie.merging.numbers import layer_of, module_type
 from coterie.merging.recipe import Recipe
 from coterie.merging.subspace import shared_initialisation, subspace_overlap
 from coterie.merging.tally import Sums, TensorTally, figures
-from coterie.merging.verdict import reading
+from coterie.merging.verdict import reading, verdicts
 
 FORMAT = 1
 
@@ -28,7 +28,8 @@ def interference(recipe: Recipe, *, top_k: int = 8, matrices: int = 2, chunk_mib
 
     Returns:
         ``all`` (figures over the whole model), ``per_module_type`` and ``per_layer``; ``subspaces``; ``adapters``;
-        ``reading`` (what the figures say, in words); dtypes and notes of the inputs. JSON types only.
+        ``reading`` (what the figures say, in words); ``verdicts`` (per pair, with the missing evidence); dtypes and notes of
+        the inputs. JSON types only.
     Raises:
         UserError: inputs that do not fit each other. CoterieError: weights that are not finite.
     """
@@ -59,6 +60,7 @@ def interference(recipe: Recipe, *, top_k: int = 8, matrices: int = 2, chunk_mib
         "adapters": shared_initialisation(inputs),
     }
     report["reading"] = reading(report)
+    report["verdicts"] = verdicts(report)
     return report
 
 

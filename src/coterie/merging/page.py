@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from coterie.errors import UserError
+from coterie.merging.compatibility import spoken
 from coterie.merging.tables import number
 from coterie.rundir import write_atomic
 
@@ -54,7 +55,9 @@ def html(report: dict[str, Any]) -> str:
     }
     thresholds = list(next(iter(report["all"]["experts"].values()))["share_above"])
     marked = {k: Markup(v) for k, v in values.items()}
-    return env.get_template("interference.html.j2").render(r=report, num=number, thresholds=thresholds, **marked)
+    return env.get_template("interference.html.j2").render(
+        r=report, num=number, spoken=spoken, thresholds=thresholds, **marked
+    )
 
 
 def _pair_map(figures: dict[str, Any], labels: list[str], key: str, form: str, least: float) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from coterie.console import make_console
 from coterie.errors import UserError
+from coterie.merging.compatibility import spoken
 from coterie.merging.tables import number
 
 KINDS = ("mean", "mean_std", "rloo", "batch")
@@ -99,6 +100,8 @@ def _show(found: dict[str, Any], console: Console) -> None:
     console.print(pairs)
     for p in found["pairs"]:
         console.print(f"- {p['reading']}", soft_wrap=True)
+    for p in found["pairs"]:
+        console.print(f"verdict: {spoken(p['verdict'])}", soft_wrap=True)
 
 
 def _show_sweep(rows: list[dict[str, Any]], console: Console) -> None:

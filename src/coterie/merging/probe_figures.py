@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.advantages import group_advantages
+from coterie.merging.compatibility import Evidence, decide, overlap_of
 from coterie.merging.probe import Scores
 from coterie.merging.probe_subspace import shared_subspaces
 from coterie.types import Group, Problem, StopReason, Trajectory
@@ -48,6 +49,8 @@ def figures(scores: Scores, kind: str = "mean", seed: int = 0) -> dict[str, Any]
     pairs = [_pair(scores, real, tasks, i, j, draws) for i, j in combinations(range(len(scores.tasks)), 2)]
     for pair in pairs:
         pair["reading"] = _reading(pair, controls, scores.floor)
+        names = (pair["tasks"][0], pair["tasks"][1])
+        pair["verdict"] = decide(Evidence(names, overlap=overlap_of(pair, controls))).to_json(names)
     return {
         "tasks": tasks,
         "controls": controls,

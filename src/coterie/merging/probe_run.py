@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from coterie.config import Config, ModelConfig, RolloutConfig
 from coterie.evalcmd import resolve_tasks
-from coterie.merging.probe import ProbeSettings, collect
+from coterie.merging.probe import ProbeSettings, Scores, collect
 from coterie.merging.probe_figures import figures
 from coterie.models import folder_of
 from coterie.run import build
@@ -27,9 +27,19 @@ def probe(model: str, tasks: str, asked: Sequence[ProbeSettings], advantage: str
         tasks=resolve_tasks(tasks, model),
         rollout=RolloutConfig(max_new_tokens=asked[0].max_new_tokens),
     )
+    return report_of(cfg, asked, advantage) | {"model": model}
+
+
+def report_of(
+    cfg: Config,
+    asked: Sequence[ProbeSettings],
+    advantage: str,
+    arranged: Callable[[Scores], Scores] = lambda scores: scores,
+) -> dict[str, Any]:
+    """The same for the model and the tasks of a config; ``arranged`` may put tasks together."""
     found = []
     with build(cfg) as parts:
         for settings in asked:
-            scores = collect(parts.policy, parts.engine, parts.tasks, parts.scorer, settings)
+            scores = arranged(collect(parts.policy, parts.engine, parts.tasks, parts.scorer, settings))
             found.append({"settings": asdict(settings), **figures(scores, advantage, settings.seed)})
-    return {"format": FORMAT, "model": model, "temperatures": found}
+    return {"format": FORMAT, "model": cfg.model.name, "temperatures": found}

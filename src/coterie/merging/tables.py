@@ -7,13 +7,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from coterie.merging.compatibility import spoken
+
 
 def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Experts, pairs, pairs by module type, subspaces, and the reading."""
+    """Experts, pairs, pairs by module type, subspaces, the reading, and the verdicts."""
     whole = report["all"]
     experts = Table(
         "expert",
@@ -42,6 +44,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(_subspaces(report["subspaces"]))
     for line in (*report["notes"], *report["reading"]):
         console.print(f"- {line}", soft_wrap=True)
+    for v in report["verdicts"]:
+        console.print(f"verdict: {spoken(v)}", soft_wrap=True)
 
 
 def _subspaces(found: dict[str, Any]) -> Table:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-Z = 3.0  # standard deviations beyond which a cosine counts as more than chance
+from coterie.merging.compatibility import Evidence, Z, decide
+
 NEAR = (0.8, 1.25)  # a measured share within these multiples of its null is "what chance gives"
 UNEVEN = 3.0  # ratio of norms from which one delta dominates a plain sum
 DENSE = 0.9  # visible share above which nobody would call the update sparse
@@ -35,6 +36,17 @@ def reading(report: dict[str, Any]) -> list[str]:
                 f"{' and '.join(a['experts'])}: their A matrices have cosine {a['mean_cosine_of_A']:.2f}: they started from "
                 "the same random numbers, and overlap of their input subspaces is due to that, at least in part"
             )
+    return out
+
+
+def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """May two experts be merged? What weights alone can say, and which evidence is missing, pair by pair."""
+    out = []
+    for pair in report["all"]["pairs"]:
+        names = (pair["experts"][0], pair["experts"][1])
+        known = pair["cosine"] is not None and pair["z_row_flip"] is not None
+        weights = (pair["cosine"], pair["z_row_flip"]) if known else None
+        out.append(decide(Evidence(names, weights=weights)).to_json(names))
     return out
 
 

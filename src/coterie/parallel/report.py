@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.config import Config
-from coterie.merging.compatibility import Evidence, decide
+from coterie.merging.compatibility import decide, spoken
+from coterie.parallel.evidence import Side, evidence
 from coterie.parallel.plan import Job, all_tasks
 from coterie.parallel.scores import difference, pooled, rates, retention, score
 from coterie.rundir import read_jsonl, write_atomic
@@ -27,6 +27,7 @@ def summary(
     weights: Mapping[str, Any],
     times: Mapping[str, Any] | None,
     jobs: Sequence[Job],
+    probe: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything the run found. ``domains`` has one entry per expert: its tasks, and what each model scores and keeps."""
     of = {name: rates(e) for name, e in evaluations.items()}
@@ -69,7 +70,8 @@ def summary(
             }
             for m, e in evaluations.items()
         },
-        "verdicts": _verdicts(cfg, of),
+        "verdicts": _verdicts(cfg, of, probe),
+        "probe": [p["reading"] for p in probe["pairs"]] if probe else None,
         "kept": {m: pooled(of["base"], own, of[m]) for m in others if not m.startswith("shrink/")},
         "seconds": {j.name: sum(_seconds(r) for r in j.runs) for j in jobs},
         "weights": {
@@ -81,30 +83,16 @@ def summary(
     }
 
 
-def _verdicts(cfg: Config, of: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """May these two be merged? One entry per pair, from what each expert does to the other's tasks."""
-    out = []
-    for a, b in combinations(cfg.parallel.experts, 2):
-        of_pair = [
-            [difference(of[f"expert/{by}"], of["base"], cfg.parallel.experts[on]) for by, on in ((x, x), (y, x))]
-            for x, y in ((a, b), (b, a))
-        ]
-        (gain_a, onto_a), (gain_b, onto_b) = of_pair
-        found = decide(
-            Evidence(
-                (a, b),
-                (gain_a["difference"], gain_b["difference"]),
-                (_pair(gain_a), _pair(gain_b)),
-                (_pair(onto_a), _pair(onto_b)),
-            )
-        )
-        out.append({"experts": [a, b], **asdict(found)})
-    return out
+def _verdicts(cfg: Config, of: Mapping[str, Any], probe: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """May these two be merged? One entry per pair."""
 
+    def side(own: str, other: str) -> Side:
+        return Side(of["base"], of[f"expert/{own}"], of[f"expert/{other}"], cfg.parallel.experts[own])
 
-def _pair(found: Mapping[str, Any]) -> tuple[float, float]:
-    low, high = found["interval"]
-    return low, high
+    return [
+        decide(evidence((a, b), (side(a, b), side(b, a)), probe)).to_json((a, b))
+        for a, b in combinations(cfg.parallel.experts, 2)
+    ]
 
 
 def _forms_known(evaluation: Mapping[str, Any]) -> bool:
@@ -139,8 +127,7 @@ def print_summary(result: Mapping[str, Any], console: Console) -> None:
         kept.add_row(title, *(percent(k[key]) for k in result["kept"].values()))
     console.print(kept)
     for v in result["verdicts"]:
-        line = f"- {' and '.join(v['experts'])}: {v['outcome']}; {'; '.join(v['reasons'])}"
-        console.print(line, soft_wrap=True)
+        console.print(f"- {spoken(v)}", soft_wrap=True)
     console.print("seconds: " + "  ".join(f"{n} {s:.0f}" for n, s in result["seconds"].items()))
 
 

@@ -13,7 +13,7 @@ from coterie.errors import UserError
 from coterie.parallel.jobs import run_jobs
 from coterie.parallel.plan import adapt_job, baseline_jobs, check_parallel, expert_jobs, workers
 from coterie.parallel.report import summary, write_page
-from coterie.parallel.stages import all_merges, base_folder, compare_times, compare_weights, evaluate_models
+from coterie.parallel.stages import all_merges, base_folder, compare_times, compare_weights, evaluate_models, probe_base
 from coterie.run import check
 from coterie.rundir import write_atomic
 
@@ -72,9 +72,8 @@ def _carry_out(cfg: Config, root: Path, note: Callable[[str], None]) -> dict[str
     models |= {j.name: j.model for j in [*([adapt] if adapt else []), *baselines]}
     evaluations = evaluate_models(cfg, models, note)
     weights = compare_weights(cfg, base, trained)
-    result = summary(
-        cfg, evaluations, weights, compare_times(experts), [*experts, *([adapt] if adapt else []), *baselines]
-    )
+    jobs = [*experts, *([adapt] if adapt else []), *baselines]
+    result = summary(cfg, evaluations, weights, compare_times(experts), jobs, probe_base(cfg, base, note))
     write_atomic(root / "parallel.json", json.dumps(result, indent=2) + "\n")
     write_page(result, root / "report.html")
     return result

@@ -109,6 +109,35 @@ def compare_times(jobs: list[Job]) -> dict[str, Any] | None:
     }
 
 
+def probe_base(cfg: Config, base: Path, note: Note) -> dict[str, Any] | None:
+    """Figures of the gradient probe of the base, tasks counted as their experts' (``parallel.probe`` problems per task), made
+    once; None where it is off."""
+    from coterie.merging.probe import ProbeSettings
+    from coterie.merging.probe_cli import KINDS
+    from coterie.merging.probe_page import write_probe
+    from coterie.merging.probe_run import report_of
+    from coterie.parallel.evidence import by_expert, sole_owners
+
+    p, owner = cfg.parallel, sole_owners(cfg.parallel.experts)
+    if not p.probe or len(set(owner.values())) < 2:
+        return None
+    file = Path(cfg.run_dir) / f"probe_{p.probe}" / "probe.json"
+    if not file.is_file():
+        asked = cfg.model_copy(
+            update={
+                "model": cfg.model.model_copy(update={"name": str(base), "lora_rank": 0}),
+                "tasks": {t: cfg.tasks[t] for t in owner},
+            }
+        )
+        r = cfg.rollout
+        settings = ProbeSettings(p.probe, max(2, r.group_size), r.temperature, 0.0, r.max_new_tokens, seed=cfg.seed)
+        kind = cfg.advantage.kind if cfg.advantage.kind in KINDS else "mean"
+        write_probe(report_of(asked, [settings], kind, lambda scores: by_expert(scores, owner)), file.parent)
+        note(f"probed the base: {p.probe} problems per task")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["temperatures"][0]
+    return found
+
+
 def evaluate_models(cfg: Config, models: Mapping[str, Path], note: Note) -> dict[str, dict[str, Any]]:
     """Every model on the held-out problems of all tasks (those that no expert trains too); one JSON per model, never made
     twice.
