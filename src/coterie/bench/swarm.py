@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coterie.bench.synthetic import synthetic_group
+from coterie.swarm.chooser import MARGIN
 from coterie.swarm.exchange import Exchange, Frame, Request
 from coterie.swarm.identity import Identity, new_identity
 from coterie.swarm.selection import equal_share
 from coterie.swarm.wire import Limits, encode_group, read
 
 SWARM = "bench"
-PUBLISHED, WANTED, MARGIN = 4, 4, 3  # groups per node and step; J; messages asked for per group wanted
+PUBLISHED, WANTED = 4, 4  # groups per node and step; J
 _CTX = mp.get_context("spawn")  # a process forked after zenoh has started would hang
 
 
@@ -308,7 +309,6 @@ def _light_peers(where: str, numbers: list[int], steps: int, step_s: float, pipe
         useful[k] = float(sum(min(n, fair) for n in got.values()))
         if step == steps // 2 - 1:
             before[k] = peers[k].metrics()
-            wire0 = wire0 or 0
         if step == steps // 2 and not wire0:
             wire0 = received_by_sockets()
     wire = received_by_sockets() - wire0
