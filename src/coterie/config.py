@@ -401,7 +401,7 @@ class ParallelConfig(Section):
     """`mixed`: one run on all tasks; `multi_stage`: one task set after the other. Each has as many steps as all experts
     together."""
     jobs: int = Field(0, ge=0)
-    """Training processes at a time. 0: one per core, at most one per expert."""
+    """Training processes at a time. 0: one per core, at most one per expert. Where they train on GPUs, at most one per GPU."""
     retries: int = Field(1, ge=0)
     """How often a training process that dies is started again, from its last checkpoint."""
     backend: Literal["local", "ray"] = "local"

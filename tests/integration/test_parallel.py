@@ -13,8 +13,8 @@ import pytest
 
 from coterie.config import load_config
 from coterie.errors import UserError
-from coterie.parallel.jobs import Failed, Processes, carry_out
-from coterie.parallel.plan import Job, expert_jobs
+from coterie.parallel.jobs import Failed, Processes, carry_out, run_jobs
+from coterie.parallel.plan import Job, expert_jobs, workers
 from coterie.parallel.run import parallel
 
 CONFIG = """
@@ -125,7 +125,7 @@ def job_of(tmp_path: Path) -> Job:
 
 
 def ending_with(codes: list[int]) -> Callable[..., int]:
-    def run(self: Processes, command: list[str], log: Path, threads: int) -> int:
+    def run(self: Processes, command: list[str], log: Path, threads: int, gpu: str | None) -> int:
         log.write_text("last words\n")
         return codes.pop(0)
 
@@ -143,3 +143,57 @@ def test_a_job_that_may_be_retried_goes_on(tmp_path: Path, monkeypatch: pytest.M
     notes: list[str] = []
     carry_out(job_of(tmp_path), tmp_path, 1, notes.append, Processes())
     assert "exit code -9: last words" in notes[1] and "from its last checkpoint" in notes[1]
+
+
+SHOWS_ITS_GPU = """#!/bin/sh
+echo "begin $CUDA_VISIBLE_DEVICES" >> "$SHOWN"
+sleep 0.2
+echo "end $CUDA_VISIBLE_DEVICES" >> "$SHOWN"
+"""
+
+
+def trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, visible: str, device: str
+) -> list[list[str]]:
+    """What five jobs on a machine with ``count`` GPUs saw of them, as lines "begin GPU" and "end GPU"."""
+    import torch
+
+    program = tmp_path / "train"
+    program.write_text(SHOWS_ITS_GPU)
+    program.chmod(0o755)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setenv("SHOWN", str(tmp_path / "shown"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (tmp_path / "c.toml").write_text(CONFIG)
+    cfg = load_config(
+        tmp_path / "c.toml", ["--run_dir", str(tmp_path), "--model.device", device, "--parallel.jobs", "5"]
+    )
+    first = expert_jobs(cfg)[0]
+    run_jobs([Job(f"job{i}", first.runs) for i in range(5)], tmp_path, cfg, workers(cfg), print)
+    return [line.split() for line in (tmp_path / "shown").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "seen"),
+    [("", "auto", {"0", "1"}), ("5, 7,9", "cuda", {"5", "7"}), ("GPU-ab,GPU-cd", "auto", {"GPU-ab", "GPU-cd"})],
+)
+def test_each_gpu_trains_one_expert_at_a_time(
+    visible: str, device: str, seen: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = trained_on(tmp_path, monkeypatch, 2, visible, device)
+    assert {gpu for _, gpu in lines} == seen and len(lines) == 10
+    for gpu in seen:
+        assert [what for what, at in lines if at == gpu] == ["begin", "end"] * (sum(at == gpu for _, at in lines) // 2)
+
+
+@pytest.mark.parametrize(("count", "device", "at_once"), [(2, "cuda:1", 1), (2, "cpu", 5), (0, "auto", 5)])
+def test_a_named_gpu_takes_all_experts_in_turn_and_the_cpu_is_not_bounded_by_gpus(
+    count: int, device: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = trained_on(tmp_path, monkeypatch, count, "", device)
+    assert all(len(line) == 1 for line in lines)  # the environment is left alone
+    running = [sum(1 if what == "begin" else -1 for (what,) in lines[: n + 1]) for n in range(len(lines))]
+    assert max(running) <= at_once and (at_once == 1 or max(running) > 1)

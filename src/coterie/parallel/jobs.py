@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 from coterie.config import Config
 from coterie.errors import CoterieError, UserError
-from coterie.parallel.plan import Job, finished
+from coterie.parallel.plan import Job, finished, gpus
 from coterie.rundir import write_atomic
 
 Note = Callable[[str], None]
@@ -38,9 +39,9 @@ class Processes:
         self._live: set[subprocess.Popen[bytes]] = set()
         self.closed = False
 
-    def run(self, command: Sequence[str], log: Path, threads: int) -> int:
-        """Start, wait, return the exit code. What the process prints is appended to ``log``."""
-        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    def run(self, command: Sequence[str], log: Path, threads: int, gpu: str | None = None) -> int:
+        """Start, wait, return the exit code. What the process prints is appended to ``log``. ``gpu``: the only one it sees."""
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
         with open(log, "ab") as out:
             with self._lock:
                 if self.closed:
@@ -62,7 +63,7 @@ class Processes:
                 process.terminate()
 
 
-def carry_out(job: Job, folder: Path, retries: int, note: Note, processes: Processes) -> float:
+def carry_out(job: Job, folder: Path, retries: int, note: Note, processes: Processes, gpu: str | None = None) -> float:
     """Do a job's runs in order; returns the seconds it took.
 
     Raises:
@@ -78,9 +79,9 @@ def carry_out(job: Job, folder: Path, retries: int, note: Note, processes: Proce
         command = [sys.executable, "-m", "coterie.cli", "train"]
         command += [str(stem.with_suffix(".toml")), "--json"]
         resumed = (Path(cfg.run_dir) / "config.toml").exists()
-        note(f"{name}: {'resumed' if resumed else 'started'} ({cfg.steps} steps)")
+        note(f"{name}: {'resumed' if resumed else 'started'} ({cfg.steps} steps{f', GPU {gpu}' if gpu else ''})")
         for attempt in range(retries + 1):
-            code = processes.run(command, stem.with_suffix(".log"), cfg.threads)
+            code = processes.run(command, stem.with_suffix(".log"), cfg.threads, gpu)
             if code == 0:
                 break
             words = f"exit code {code}: {_last_words(stem.with_suffix('.log'))} (see {stem.with_suffix('.log')})"
@@ -107,19 +108,29 @@ def run_jobs(jobs: Sequence[Job], root: Path, cfg: Config, workers: int, note: N
         return
     folder = root / "jobs"
     folder.mkdir(parents=True, exist_ok=True)
-    if cfg.parallel.backend == "ray":
-        errors = _on_ray(todo, folder, cfg, note)
-    else:
-        errors = _here(todo, folder, cfg.parallel.retries, workers, note)
+    errors = (
+        _on_ray(todo, folder, cfg, note) if cfg.parallel.backend == "ray" else _here(todo, folder, cfg, workers, note)
+    )
     if errors:
         raise CoterieError("\n".join([*errors, "the same command goes on with what is missing"]))
 
 
-def _here(todo: Sequence[Job], folder: Path, retries: int, workers: int, note: Note) -> list[str]:
+def _here(todo: Sequence[Job], folder: Path, cfg: Config, workers: int, note: Note) -> list[str]:
     processes, errors = Processes(), []
+    free: queue.Queue[str | None] = queue.Queue()
+    for place in gpus(cfg) or [None] * workers:
+        free.put(place)
+
+    def work(job: Job) -> None:
+        place = free.get()
+        try:
+            carry_out(job, folder, cfg.parallel.retries, note, processes, place)
+        finally:
+            free.put(place)
+
     with ThreadPoolExecutor(workers, "coterie-expert") as pool, _ended_by_signals(processes):
         try:
-            for done in as_completed([pool.submit(carry_out, j, folder, retries, note, processes) for j in todo]):
+            for done in as_completed([pool.submit(work, j) for j in todo]):
                 try:
                     done.result()
                 except Failed as e:

@@ -53,8 +53,29 @@ def check_parallel(cfg: Config) -> None:
 
 
 def workers(cfg: Config) -> int:
-    """Training processes at a time."""
-    return cfg.parallel.jobs or min(os.cpu_count() or 1, len(cfg.parallel.experts))
+    """Training processes at a time: on GPUs at most one per GPU."""
+    wanted, places = cfg.parallel.jobs or len(cfg.parallel.experts), gpus(cfg)
+    if places is not None:
+        return min(wanted, len(places))
+    return cfg.parallel.jobs or min(os.cpu_count() or 1, wanted)
+
+
+def gpus(cfg: Config) -> list[str | None] | None:
+    """What each training process may see as CUDA_VISIBLE_DEVICES, one entry per GPU; None: they train on the CPU.
+
+    With ``cuda:N`` they all go to that one, whose number they must see unchanged (an entry of None).
+    """
+    device = cfg.model.device
+    if device != "auto" and not device.startswith("cuda"):
+        return None
+    if ":" in device:
+        return [None]
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [n.strip() for n in named.split(",")] if named else [str(i) for i in range(count)]
+    return list(names[:count]) or None
 
 
 def threads(cfg: Config) -> int:
