@@ -2,10 +2,13 @@
 
 Layouts, all of which give the same numbers:
 
-- ``packed``: every prompt once, Llama-family layers of :mod:`coterie.trunk`. Never more work than the others.
+- ``packed``: every prompt once, Llama-family layers of :mod:`coterie.trunk`, attention by rectangles of similar segments.
 - ``tree``: every prompt once, any Hugging Face model that takes a 4-D mask. A prompt and its responses are one row under
-  a dense mask, so attention costs the square of their sum: taken where that is still less work than ``padded``.
+  a dense mask, so attention costs the square of their sum.
 - ``padded``: the plain forward pass over right-padded rows. Always right; the reference for the other two.
+
+Each batch takes the one that needs the fewest floating-point operations, of those that the model was found to compute
+rightly.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from coterie.batching import Batch, Normalizers
 from coterie.config import Recompute
 from coterie.errors import UserError
 from coterie.lmhead import token_logprobs
-from coterie.packing import Grid, Packed, branches, pack
+from coterie.packing import Packed, branches, pack
+from coterie.rectangles import Grid
 from coterie.trunk import FAMILY, packed_hidden
 
 
@@ -49,6 +53,8 @@ class Forward:
         self.model = model  # the causal LM, adapters in place
         self.value_head = value_head
         self._layouts: tuple[str, ...] = ()
+        self._weights = 0  # of the layers: two operations for each, and each token
+        self._width = 0  # of queries, all layers together: four operations for each, and each pair of query and key
         self._plain_head = True
 
     def __call__(self, batch: Batch, *, checkpoint: Recompute = "none") -> TokenStats:
@@ -66,19 +72,15 @@ class Forward:
         longest = int(batch.lengths.max())
         if longest > _window(self.model.config) or self._layouts == ("padded",):
             return "padded"
-        if "packed" in self._layouts:
-            return "packed"
-        trees = _tree_grid(packed)[1]
-        weights = (
-            sum(p.numel() for p in self.model.base_model.parameters())
-            - self.model.get_input_embeddings().weight.numel()
-        )
-        width = self.model.config.num_hidden_layers * self.model.config.hidden_size
+        work = {"packed": (packed.tokens, packed.cells)}  # tokens through the layers, pairs of query and key
+        for layout, (rows, length) in {"tree": _tree_shape(packed), "padded": batch.input_ids.shape}.items():
+            work[layout] = rows * length, rows * length * length
 
-        def cost(rows: int, length: int) -> int:
-            return rows * length * int(2 * weights + 4 * width * length)
+        def cost(layout: str) -> int:
+            tokens, cells = work[layout]
+            return 2 * self._weights * tokens + 4 * self._width * cells
 
-        return "tree" if cost(*trees.shape) <= cost(*batch.input_ids.shape) else "padded"
+        return min(self._layouts, key=cost)
 
     def _stats(self, batch: Batch, packed: Packed, layout: str, checkpoint: Recompute) -> TokenStats:
         row, t = packed.row, packed.column
@@ -140,6 +142,11 @@ class Forward:
             elif self._plain_head and getattr(self.model, "_supports_sdpa", False) and agrees("tree"):
                 found = ["tree"]
         self._layouts = (*found, "padded")
+        config, inner = self.model.config, self.model.base_model
+        embedding = self.model.get_input_embeddings().weight
+        self._weights = sum(p.numel() for p in inner.parameters()) - embedding.numel()
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._width = config.num_hidden_layers * config.num_attention_heads * head
 
 
 def _padded(model: Any, batch: Batch, hidden: bool = True) -> Tensor:
@@ -150,6 +157,13 @@ def _padded(model: Any, batch: Batch, hidden: bool = True) -> Tensor:
     inputs = {"input_ids": batch.input_ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
     out: Tensor = model.base_model(**inputs).last_hidden_state if hidden else model(**inputs).logits
     return out
+
+
+def _tree_shape(packed: Packed) -> tuple[int, int]:
+    """Rows and row length of :func:`_tree_grid`."""
+    sizes = packed.prompts.clone()  # [G]
+    sizes.index_add_(0, packed.prompt_of, packed.responses)
+    return len(sizes), int(sizes.max())
 
 
 def _tree_grid(packed: Packed) -> tuple[Tensor, Grid]:

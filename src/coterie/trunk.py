@@ -1,9 +1,9 @@
 """The layers of Llama-family models over a packed layout: the same parameters as the Hugging Face module, fewer copies.
 
-Linear layers see each token once. Attention sees two rectangles: prompts (causal), and responses, whose keys are their
-prompt's keys followed by their own. Query heads that share a key head are folded into the query axis, so keys are never
-repeated. Projections go through :func:`coterie.cpu_linear.linear`, adapters included. Their inputs are not kept for the
-backward pass but computed again from what is (:mod:`coterie.recompute`).
+Linear layers see each token once. Attention sees rectangles (:mod:`coterie.rectangles`): of prompts, and of responses,
+whose keys are their prompt's keys followed by their own. Query heads that share a key head are folded into the query
+axis, so keys are never repeated for them. Projections go through :func:`coterie.cpu_linear.linear`, adapters included.
+Their inputs are not kept for the backward pass but computed again from what is (:mod:`coterie.recompute`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from coterie.config import Recompute
 from coterie.cpu_linear import even_rows, linear
 from coterie.memory import hand_back
-from coterie.packing import Grid, Packed
+from coterie.packing import Packed
 from coterie.recompute import not_kept
+from coterie.rectangles import Grid, Rectangle
 
 _Keeping = Callable[[Tensor, Callable[[], Tensor]], AbstractContextManager[None]]
-# Of one grid: what attention gave [S, Hk, g L, d], the shape [S, L, Hq, d] of its queries, the grid.
-_Attended = tuple[Tensor, torch.Size, Grid]
+Masks = list[list[Tensor]]  # additive, of each block of each rectangle: [S or 1, 1, g w, K]
+_Attended = list[Tensor]  # what attention gave for each block of one rectangle: [S, Hk, g, w, d]
 
 _TIDY_EVERY = 10  # layers
 
@@ -61,7 +62,7 @@ def layer_forward(
     x: Tensor,
     rope: tuple[Tensor, Tensor],
     packed: Packed,
-    masks: tuple[Tensor, Tensor],
+    masks: Masks,
     checkpoint: Recompute = "none",
 ) -> Tensor:
     """[N, D] one layer's output for every packed token."""
@@ -73,20 +74,21 @@ def layer_forward(
     return _mlp(layer, x, not_kept)
 
 
-def _layer(layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: tuple[Tensor, Tensor]) -> Tensor:
+def _layer(layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: Masks) -> Tensor:
     return _mlp(layer, _attend(layer, x, rope, packed, masks, _kept), _kept)
 
 
 def _attend(
-    layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: tuple[Tensor, Tensor], spare: _Keeping
+    layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: Masks, spare: _Keeping
 ) -> Tensor:
     attn = layer.self_attn
     h = _norm(layer.input_layernorm, x)  # [N, D]
     with spare(h, partial(_norm, layer.input_layernorm, x.detach())):
         q, k, v = (linear(p, h) for p in (attn.q_proj, attn.k_proj, attn.v_proj))  # [N, Hq d], [N, Hk d], [N, Hk d]
-    grids = _attention(attn, q, k, v, rope, packed, masks)
-    h = _gathered(grids, len(x))  # [N, Hq d]
-    with spare(h, partial(_gathered, [(folded.detach(), shape, grid) for folded, shape, grid in grids], len(x))):
+    attended = _attention(attn, q, k, v, rope, packed, masks)
+    h = _gathered(attended, packed.rectangles, len(x))  # [N, Hq d]
+    kept = [[block.detach() for block in blocks] for blocks in attended]
+    with spare(h, partial(_gathered, kept, packed.rectangles, len(x))):
         return x + linear(attn.o_proj, h)
 
 
@@ -112,65 +114,79 @@ def _attention(
     v: Tensor,
     rope: tuple[Tensor, Tensor],
     packed: Packed,
-    masks: tuple[Tensor, Tensor],
+    masks: Masks,
 ) -> list[_Attended]:
-    d = attn.head_dim
-    N = len(q)
+    d, N = attn.head_dim, len(q)
     q, k, v = q.view(N, -1, d), k.view(N, -1, d), v.view(N, -1, d)  # [N, H, d]
     if hasattr(attn, "q_norm"):
         q, k = _norm(attn.q_norm, q), _norm(attn.k_norm, k)
     q, k = _Rope.apply(q, *rope), _Rope.apply(k, *rope)  # type: ignore[no-untyped-call]
-    heads = [q.shape[1], k.shape[1], v.shape[1]]
+    heads = [q.shape[1], k.shape[1] + v.shape[1]]
     qkv = torch.cat([q, k.to(q.dtype), v.to(q.dtype)], 1).flatten(1)  # [N, (Hq + 2 Hk) d]
-    n = len(packed.prompts.cells)
-    first = _cells(qkv[:n], packed.prompts, d)  # [P, Lp, Hq + 2 Hk, d]
-    rest = _cells(qkv[n : packed.tokens], packed.responses, d)  # [R, Lr, Hq + 2 Hk, d]
-    pq, pk, pv = torch.split(first, heads, 2)  # [P, Lp, H, d]
-    rq, rk, rv = torch.split(rest, heads, 2)  # [R, Lr, H, d]
-    pairs = torch.cat([pk, pv], 2).index_select(0, packed.prompt_of)  # [R, Lp, 2 Hk, d]
-    keys, values = torch.split(torch.cat([pairs, torch.cat([rk, rv], 2)], 1), heads[1:], 2)  # [R, Lp + Lr, Hk, d]
-    parts = []
-    for grid, triple, mask in (
-        (packed.prompts, (pq, pk, pv), masks[0]),
-        (packed.responses, (rq, keys, values), masks[1]),
-    ):
-        if len(grid.cells):
-            parts.append((_folded(*triple, mask, attn.scaling), triple[0].shape, grid))
-    return parts
+    sizes = [len(r.queries.cells) for r in packed.rectangles]
+    parts = torch.split(qkv, [*sizes, N - packed.tokens])
+    cut = zip(packed.rectangles, parts, strict=False)
+    shared = torch.cat([part[:, heads[0] * d :] for r, part in cut if r.prompts is None] or [qkv[:0]])  # [Np, 2 Hk d]
+    attended = []
+    for rectangle, part, mask in zip(packed.rectangles, parts, masks, strict=False):
+        queries, pairs = torch.split(_cells(part, rectangle.queries, d), heads, 2)  # [S, L, Hq, d], [S, L, 2 Hk, d]
+        if rectangle.prompts is not None and rectangle.before:
+            before = _cells(shared, rectangle.prompts, d).index_select(0, rectangle.prompt_of)  # [S, Lp, 2 Hk, d]
+            pairs = torch.cat([before, pairs], 1)  # [S, Lp + L, 2 Hk, d]
+        attended.append(_blocks(queries, pairs, rectangle, mask, attn.scaling))
+    return attended
 
 
-def _folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Grouped-query attention: q [S, L, Hq, d], k and v [S, K, Hk, d], mask [S or 1, 1, g L, K] -> [S, Hk, g L, d]."""
-    S, L, Hq, d = q.shape
-    Hk = k.shape[2]
-    g = Hq // Hk
-    folded = q.reshape(S, L, Hk, g, d).permute(0, 2, 3, 1, 4).reshape(S, Hk, g * L, d)
-    return F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+def _blocks(queries: Tensor, pairs: Tensor, rectangle: Rectangle, masks: list[Tensor], scale: float) -> _Attended:
+    """Grouped-query attention of one rectangle: queries [S, L, Hq, d], keys and values [S, Lp + L, 2 Hk, d]."""
+    S, L, _, d = queries.shape
+    Hk = pairs.shape[2] // 2
+    folded = queries.view(S, L, Hk, -1, d).permute(0, 2, 3, 1, 4)  # [S, Hk, g, L, d]
+    keys, values = torch.split(pairs.transpose(1, 2), Hk, 1)  # [S, Hk, Lp + L, d]
+    out = []
+    for (at, end), mask in zip(rectangle.blocks, masks, strict=True):
+        q = folded[:, :, :, at:end].flatten(2, 3)  # [S, Hk, g w, d]
+        seen = slice(0, rectangle.before + end)
+        got = F.scaled_dot_product_attention(q, keys[:, :, seen], values[:, :, seen], attn_mask=mask, scale=scale)
+        out.append(got.view(S, Hk, -1, end - at, d))
+    return out
 
 
-def _gathered(grids: Sequence[_Attended], N: int) -> Tensor:
-    """[N, Hq d] what every packed token attended to, from :func:`_folded`'s output for each grid; 0 in spare rows."""
+def _gathered(attended: Sequence[_Attended], rectangles: Sequence[Rectangle], N: int) -> Tensor:
+    """[N, Hq d] what every packed token attended to; 0 in spare rows."""
     rows = []
-    for folded, (S, L, Hq, d), grid in grids:
-        cells = folded.view(S, folded.shape[1], -1, L, d).permute(0, 3, 1, 2, 4).reshape(S * L, Hq * d)  # [S L, Hq d]
-        rows.append(_Uncells.apply(cells, grid))  # type: ignore[no-untyped-call]
+    for blocks, rectangle in zip(attended, rectangles, strict=True):
+        cells = torch.cat([b.permute(0, 3, 1, 2, 4) for b in blocks], 1).flatten(0, 1).flatten(1)  # [S L, Hq d]
+        rows.append(_Uncells.apply(cells, rectangle.queries))  # type: ignore[no-untyped-call]
     return F.pad(torch.cat(rows), (0, 0, 0, N - sum(map(len, rows))))
 
 
-def _masks(config: Any, packed: Packed) -> tuple[Tensor, Tensor]:
-    """Additive masks for :func:`_fold`: [1, 1, g Lp, Lp] and [R, 1, g Lr, Lp + Lr]."""
+def _masks(config: Any, packed: Packed) -> Masks:
+    """Views of one mask a rectangle, but where prompts of several lengths share one: then rows have their own."""
     groups = config.num_attention_heads // config.num_key_value_heads
-    Lp, (R, Lr) = packed.prompts.shape[1], packed.responses.shape
-    device = packed.ids.device
-    causal = torch.ones(max(Lp, Lr), max(Lp, Lr), dtype=torch.bool, device=device).tril()
-    there = torch.arange(Lp, device=device) < packed.prompts.lengths[packed.prompt_of][:, None]  # [R, Lp]
-    rows = torch.cat([there[:, None].expand(R, Lr, Lp), causal[:Lr, :Lr].expand(R, Lr, Lr)], 2)  # [R, Lr, Lp + Lr]
+    return [_rectangle_masks(rectangle, groups, packed.ids.device) for rectangle in packed.rectangles]
 
-    def additive(seen: Tensor) -> Tensor:
-        mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
-        return mask.repeat(1, groups, 1)[:, None]
 
-    return additive(causal[None, :Lp, :Lp]), additive(rows)
+def _rectangle_masks(rectangle: Rectangle, groups: int, device: torch.device) -> list[Tensor]:
+    Lp, W, last = rectangle.before, rectangle.blocks[0][1], rectangle.blocks[-1][0]
+    reach = torch.arange(-Lp - last, W, device=device)  # [Lp + last + W] place of a key after a block's first query
+    causal = _additive(reach <= torch.arange(W, device=device)[:, None]).repeat(groups, 1, 1)  # [g, W, ..]
+    absent = None
+    if rectangle.prompts is not None and bool((rectangle.prompts.lengths < Lp).any()):
+        keys = torch.arange(Lp + rectangle.queries.shape[1], device=device)  # [Lp + L]
+        lengths = rectangle.prompts.lengths[rectangle.prompt_of]  # [S]
+        absent = _additive((keys < lengths[:, None]) | (keys >= Lp))[:, None, None]  # [S, 1, 1, Lp + L]
+    out = []
+    for at, end in rectangle.blocks:
+        mask = causal[:, : end - at, last - at : Lp + last - at + end].flatten(0, 1)[
+            None, None
+        ]  # [1, 1, g w, Lp + end]
+        out.append(mask if absent is None else mask + absent[..., : Lp + end])
+    return out
+
+
+def _additive(seen: Tensor) -> Tensor:
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -189,16 +205,21 @@ def _cells(x: Tensor, grid: Grid, d: int) -> Tensor:
 
 
 class _Cells(torch.autograd.Function):
-    """Packed tokens [n, C] to cells [S * L, C]. Padding cells copy token 0 and send nothing back."""
+    """Tokens [n, C] to cells [S * L, C]. Padding cells copy token 0 and send nothing back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
-        ctx.grid = grid
+        ctx.grid, ctx.tokens = grid, len(x)
         return x.index_select(0, grid.index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.grid.cells), None
+        cells = ctx.grid.cells
+        there = grad.index_select(0, cells)  # [n', C]
+        if len(there) == ctx.tokens:  # all of them, in order
+            return there, None
+        out = grad.new_zeros(ctx.tokens, grad.shape[1])
+        return out.index_copy_(0, ctx.grid.index[cells], there), None
 
 
 class _Uncells(torch.autograd.Function):

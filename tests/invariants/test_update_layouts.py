@@ -9,11 +9,14 @@ import torch
 from batch_kit import C, H, P, advantages_for, double, gradients, group, naive_stats, relative_error, trajectory
 from engine_models import tiny_model
 
+from coterie import rectangles as cutting
+from coterie import trunk
 from coterie.batching import Batch, collate
 from coterie.config import ModelConfig
 from coterie.forward import Forward
 from coterie.models_io import add_lora
-from coterie.packing import pack
+from coterie.packing import Packed, pack
+from coterie.rectangles import rectangles
 from coterie.trainer import layout_metrics
 
 LAYOUT = {
@@ -131,6 +134,81 @@ def test_long_answers_to_a_short_prompt_are_not_worth_a_dense_tree(prompt: int, 
     dense = batch.input_ids.numel() if want == "tree" else prompt + 8 * answer
     assert layout_metrics([(got.layout, got.tokens)])[f"update/layout/{want}"] == 1.0
     assert (got.tokens < dense) == (want == "tree")
+
+
+def of_lengths(*groups: tuple[int, list[int]]) -> Batch:
+    """Groups of one prompt each, given its length and those of the answers."""
+    made = []
+    for g, (prompt, answers) in enumerate(groups):
+        rows = [trajectory([2 + (g + i) % 50 for i in range(prompt)], [3 + (k + i) % 40 for i in range(n)])
+                for k, n in enumerate(answers)]  # fmt: skip
+        made.append(group(str(g), *rows))
+    return collate(made, advantages_for(made), "me")
+
+
+def one_rectangle(packed: Packed) -> Packed:
+    """The same tokens with all responses in one rectangle."""
+    cut = rectangles([packed.prompts], [packed.responses], packed.prompt_of)
+    return dataclasses.replace(packed, rectangles=cut)
+
+
+def test_short_answers_to_a_long_prompt_take_no_room_beside_long_answers_to_a_short_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = of_lengths((1000, [10] * 8), (10, [1000] * 8))
+    packed = pack(batch)
+    alone = 1000 * 1000 + 10 * 10 + 8 * 9 * (1000 + 9) + 8 * 999 * (10 + 999)  # rows; the last token is left out
+    assert one_cut(packed, monkeypatch) == alone
+    assert packed.cells < 0.65 * alone
+    padded = batch.input_ids.numel() * batch.input_ids.shape[1]
+    assert alone < 0.6 * padded < 1.2 * padded < one_cut(one_rectangle(packed), monkeypatch)
+
+
+@pytest.mark.parametrize(("queries", "call", "mask"), [(4, 8192, 1 << 21), (256, 0, 1 << 21), (3, 8192, 0)])
+def test_any_cut_into_rectangles_and_blocks_gives_the_same_numbers(
+    queries: int, call: int, mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("QUERIES", queries), ("CALL_CELLS", call), ("MASK_CELLS", mask)):
+        monkeypatch.setattr(cutting, name, value)
+    model = tiny_model("llama").eval()
+    exact = double(model)
+    batch = of_lengths((14, [3, 2]), (4, [13, 12, 2]), (5, [11]))
+    cuts = [len(r.blocks) for r in pack(batch).rectangles]
+    assert max(cuts) > 3 if queries < 256 else len(cuts) > 4
+    want = naive_stats(exact, batch)
+    loss_of(want[0], batch).backward()
+    got = Forward(model)(batch)
+    assert got.layout == "packed"
+    loss_of(got.logprobs, batch).backward()
+    assert torch.allclose(got.logprobs.double(), want[0], rtol=1e-5, atol=2e-5)
+    assert relative_error(gradients(model), gradients(exact)) < 1e-5
+
+
+def test_masks_of_long_answers_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 answers of 2048 tokens to a prompt of 256 with 3 query heads a key head: a whole mask would take 453 MB."""
+    packed = pack(of_lengths((256, [2049] * 8)))
+    config = tiny_model("llama").config
+    config.num_attention_heads, config.num_key_value_heads = 3, 1
+    masks = [m for of_rectangle in trunk._masks(config, packed) for m in of_rectangle]
+    held = {m.untyped_storage().data_ptr(): m.untyped_storage().nbytes() for m in masks}
+    assert sum(held.values()) < 10e6
+    assert packed.cells < 0.62 * one_cut(packed, monkeypatch)
+
+
+def one_cut(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Cells without blocks of queries."""
+    with monkeypatch.context() as m:
+        m.setattr(cutting, "QUERIES", 1 << 30)
+        return packed.cells
+
+
+def test_the_shipped_family_takes_the_cheaper_layout() -> None:
+    forward = Forward(tiny_model("llama").eval())
+    forward.verify(torch.device("cpu"))
+    batch = of_lengths((200, [2]), (2, [200]))
+    packed = pack(batch)
+    assert forward.layout(batch, packed) == "packed"
+    assert forward.layout(batch, one_rectangle(packed)) == "padded"
 
 
 def test_a_model_whose_head_is_not_plain_uses_its_own_logits() -> None:

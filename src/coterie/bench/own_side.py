@@ -133,7 +133,7 @@ class Side:
         inner = sum(p.numel() for n, p in self.policy.model.named_parameters() if p.dim() == 2 and "proj" in n)
         packed = pack(batch)
         trained = len(packed.row)
-        prompts, answers = packed.prompts.lengths, packed.responses.lengths  # [P], [R]
+        prompts, answers = packed.prompts, packed.responses  # [P], [R]
         own = (answers * (answers + 1) // 2 + answers * prompts[packed.prompt_of]).sum()
         pairs = int((prompts * (prompts + 1) // 2).sum() + own)
         width = config.num_attention_heads * self.policy.model.model.layers[0].self_attn.head_dim
