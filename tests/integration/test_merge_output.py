@@ -174,6 +174,29 @@ def test_receipt_states_hashes_norms_and_formula(tmp_path) -> None:
     assert "`coterie merge ...`" in card and "| math | 1 |" in card
 
 
+def test_what_config_and_tokenizer_need_is_copied_and_the_rest_is_named(tmp_path) -> None:
+    base = weights(0)
+    b, e = save(tmp_path / "base", base), save(tmp_path / "e", weights(1, base))
+    needed = ["modeling_own.py", "configuration_own.py", "tokenization_own.py", "vocab.txt", "spiece.model", "tokenizer.model",
+              "sentencepiece.bpe.model", "additional_chat_templates/tools.jinja", "chat_template.jinja", "qwen.tiktoken",
+              "generation_config.json", "video_preprocessor_config.json", "special_tokens_map.json", "LICENSE"]  # fmt: skip
+    replaced = ["README.md", "pytorch_model.bin", "pytorch_model.bin.index.json", ".gitattributes"]
+    for name in (*needed, *replaced, "figure.png", "original/params.json", "eval.csv"):
+        (b / name).parent.mkdir(exist_ok=True)
+        (b / name).write_text(name)
+    receipt = merge(make_recipe(b, [e]), tmp_path / "out")
+    assert receipt["tokenizer_and_settings"]["files"] == sorted(needed)
+    assert all((tmp_path / "out" / name).read_text() == name for name in needed)
+    assert [w for w in receipt["warnings"] if "not copied" in w] == [
+        "not copied from the base, as it is not known to belong to config or tokenizer: eval.csv, figure.png, original/"
+    ]
+    assert receipt["warnings"] == json.loads((tmp_path / "out/merge_receipt.json").read_text())["warnings"]
+    made = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert made == {*needed, "config.json", "model.safetensors", "README.md", "merge_receipt.json"}
+    config = json.loads((b / "config.json").read_text())  # as for a model whose code lies in its folder
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
+
+
 def test_experts_that_are_no_children_of_the_base_are_pointed_out(tmp_path) -> None:
     b = save(tmp_path / "base", weights(0))
     receipt = merge(make_recipe(b, [save(tmp_path / "stranger", weights(99))]), tmp_path / "out")

@@ -18,7 +18,7 @@ from coterie.merging.adapters import Adapter
 from coterie.merging.checkpoints import FLOATS
 from coterie.merging.deltas import Block, one_thread_each, stream
 from coterie.merging.inputs import Entry, Inputs, open_inputs
-from coterie.merging.receipt import Tally, file_hash, write_documents
+from coterie.merging.receipt import Tally, file_hash, settings_files, write_documents
 from coterie.merging.recipe import Recipe
 from coterie.merging.update import Update
 from coterie.merging.writer import ITEM_BYTES, SHARD_BYTES, OutputFolder, ShardWriter, Slot, check_free
@@ -79,6 +79,10 @@ def plan(recipe: Recipe, out: Path | None = None) -> Plan:
             "with --dtype float32, use --method sum, or accept the loss with --allow-rounded-mean (the receipt states it)"
         )
     notes = [f"written as {low[0]}: the receipt states how much of the update survives rounding"] if low else []
+    if left := settings_files(recipe.base)[1]:
+        notes.append(
+            f"not copied from the base, as it is not known to belong to config or tokenizer: {', '.join(left)}"
+        )
     return Plan(recipe, inputs, tuple(notes))
 
 

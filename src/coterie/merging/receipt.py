@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 RECEIPT = "merge_receipt.json"
 FORMAT = 1
-_COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-           "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-           "preprocessor_config.json", "processor_config.json")  # fmt: skip
+# what config and tokenizers of the Hub may need besides the weights; code of their own is *.py (auto_map)
+_COPIED = ("*config.json", "tokenizer.json", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+           "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json", "*.py",
+           "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")  # fmt: skip
+# weights, which are written anew or stale, and documents about the base
+_REPLACED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.index.json", "README.md", ".*",
+             RECEIPT)  # fmt: skip
 
 
 class Tally:
@@ -127,11 +131,25 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def settings_files(base: Path) -> tuple[list[str], list[str]]:
+    """Names within a model folder: those a merge copies, and those it leaves behind without replacing them."""
+    found = {p.relative_to(base) for pattern in _COPIED for p in base.glob(pattern) if p.is_file()}
+    copied = sorted(str(p) for p in found if p.name != "config.json")
+    folders = {p.parts[0] for p in found if len(p.parts) > 1}
+    left = [
+        p.name + "/" * p.is_dir()
+        for p in sorted(base.iterdir())
+        if p.relative_to(base) not in found and p.name not in folders and not any(p.match(r) for r in _REPLACED)
+    ]
+    return copied, left
+
+
 def write_documents(planned: Plan, folder: Path, result: dict[str, Any], command: str) -> dict[str, Any]:
     """Config, tokenizer, receipt and model card. Returns the receipt."""
     adapter = planned.recipe.method == "lora_concat"
-    copied = [n for n in _COPIED if (planned.recipe.base / n).is_file()] if not adapter else []
+    copied = settings_files(planned.recipe.base)[0] if not adapter else []
     for name in copied:
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(planned.recipe.base / name, folder / name)
     if not adapter:
         text = json.dumps(output_config(planned), indent=2) + "\n"

@@ -82,7 +82,7 @@ class OutputFolder:
     def _publish(self) -> None:
         for file in sorted(self.path.glob("*.partial")):
             file.rename(file.with_suffix(""))
-        for file in self.path.iterdir():
+        for file in self.path.rglob("*"):
             fsync(file)
         fsync(self.path)
         if self.final.is_dir():
