@@ -84,10 +84,14 @@ def test_a_swarm_s_state_staleness_and_refusals_are_shown(tmp_path: Path) -> Non
     assert fig.layout.yaxis.ticktext == ("solo", "degraded", "sharing") and "Solo: no link" in note
     assert "Staleness of peers' groups" in charts
     assert "before some are chosen" in charts["Peers' reward"][1]  # not only those used
+    rows = [json.loads(line) for line in (paths[0] / "metrics.jsonl").read_text().splitlines()]
+    asked_for_none = [{k: 0.0 if k == "swarm/wanted" else v for k, v in r.items()} for r in rows]
+    (paths[0] / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in asked_for_none))
     page = write_report(paths, tmp_path / "report.html").read_text()
     start = page.index("<h2>Swarm</h2>")
     table = page[start : page.index("</table>", start)]
     assert "24 of 30" in table and "1.5" in table and "18 signature" in table and "17%" in table
+    assert "node_1" in table and "node_0" not in table  # it took and gave nothing
 
 
 def test_a_run_that_shares_nothing_has_no_swarm_in_its_report(tmp_path: Path) -> None:

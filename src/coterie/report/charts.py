@@ -54,8 +54,8 @@ CHARTS = (
           {"update/own_groups": "own", "update/peer_groups": "peers", "swarm/wanted": "peers, asked for"},
           "How many own and peers' groups each update trained on. Fewer of the peers' than asked for: too few were fit to use."),
     Chart("Sharing", "state", {"swarm/state": "state"},
-          "Sharing: a peer's group was used lately. Degraded: the link broke a moment ago, or nothing fit to train on arrives. "
-          "Solo: no link, or nobody there.",
+          "Sharing: a peer's group was used lately, or none is asked for. Degraded: the link broke a moment ago, or nothing fit "
+          "to train on arrives. Solo: no link, or nobody there.",
           words=STATES),
     Chart("Staleness of peers' groups", "versions", {"swarm/staleness": "staleness"},
           "Mean versions between the peers' groups in the update and the newest known of their author (0 also where none was "

@@ -35,7 +35,7 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
         plotlyjs=get_plotlyjs(),
         headline=[_headline(r) for r in runs],
         tasks=_task_table(runs),
-        swarm=[_swarm_row(r) for r in runs if r.last("swarm/state") is not None],
+        swarm=[_swarm_row(r) for r in runs if r.last("swarm/wanted") or r.last("swarm/published")],
         charts=[(_div(fig), note) for fig, note in figures(runs)],
         reading_note=reading_note(runs),
         transcripts=[(r, _spread(r.trajectories)) for r in runs if r.trajectories],
