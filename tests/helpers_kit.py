@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from coterie.config import HelperConfig, HelpersConfig
@@ -36,7 +36,7 @@ TEMPLATE = (
 
 @functools.cache
 def tokenizer(chat: bool = True) -> Any:
-    """Byte-level BPE of about 400 tokens; pad is the end token, on purpose."""
+    """Byte-level BPE of about 400 tokens and one for ">\\n"; pad is the end token, on purpose."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -47,6 +47,7 @@ def tokenizer(chat: bool = True) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(_CORPUS * 3, trainer)
+    bpe.add_tokens([AddedToken(">\n", normalized=False)])  # as in many vocabularies: it reaches beyond the end of a tag
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|end|>",

@@ -141,16 +141,24 @@ def test_ag01_sampled_pieces_are_never_joined() -> None:
 
 
 def test_ag01_the_token_that_completes_a_tag_is_kept_whole() -> None:
+    """A token that ends the tag and starts the next line is the policy's, whole, with its own log-prob; words stand after it."""
+    (joined,) = encoder().encode(">\n")
+    written = [*encoder().encode("<verify>1</verify"), joined]
+
     class OneToken(ScriptEngine):
         def ids(self, text: str) -> list[int]:
-            return [*encoder().encode("<verify>1</verify"), *encoder().encode(">\n"), *super().ids(text)]
+            return super().ids(text) if text == "~" else [*written, *super().ids("never reached~")]
 
-    joined = encoder().encode(">\n")
-    engine = OneToken(lambda p: "~")
-    (t,) = _run(engine, scripted({"verify": lambda r: "ok"}))
-    first = t.token_ids[t.prompt_length : t.consults[0].start]
-    tail = list(map(int, first))[: -len(encoder().encode("\n<feedback>\n"))]
-    assert tail[-1] == joined[0]  # where the vocabulary has ">\n" as one token, that is the one that stays
+    engine = OneToken(lambda p: "~" if "<feedback>" in p else "ask")
+    helpers = scripted({"verify": lambda r: "ok"})
+    (t,) = _run(engine, helpers)
+    end = t.prompt_length + len(written)
+    assert t.token_ids[t.prompt_length : end].tolist() == written
+    assert (t.source[t.prompt_length : end] == Source.POLICY).all() and t.source[end] == Source.CONTEXT
+    assert t.behavior_logprobs[end - 1] == np.float32(engine.sent[0][2][-1])
+    assert [c.query for c in t.consults] == ["1"]
+    assert encoder().decode(t.token_ids[t.prompt_length :]).startswith("<verify>1</verify>\n\n<feedback>\nok")
+    _check(t, engine, helpers)
 
 
 def test_ag02_a_cleaned_reply_keeps_arrays_aligned_and_loses_its_logprobs() -> None:
