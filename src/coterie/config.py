@@ -287,7 +287,7 @@ class HelpersConfig(Section):
     tries: int = Field(3, ge=1)
     """Tries per question; waits between them double and are jittered."""
     concurrency: int = Field(16, ge=1)
-    """Questions in flight at once."""
+    """Questions in flight at once, to each helper."""
     breaker_failures: int = Field(8, ge=1)
     """Failed questions in a row after which a helper is not asked for `breaker_cooldown_s`."""
     breaker_cooldown_s: float = Field(60.0, gt=0)

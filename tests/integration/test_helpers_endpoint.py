@@ -14,10 +14,13 @@ import torch
 from helpers_kit import ScriptEngine, config, encoder, save_model
 from helpers_server import ModelReply, completion, faulty, serving
 
+from coterie.config import HelperConfig
 from coterie.errors import UserError
 from coterie.helpers.dialogue import DialogueStart, run_dialogues
 from coterie.helpers.openai import OpenAIHelper
+from coterie.helpers.pool import HelperPool
 from coterie.helpers.prompts import load_form
+from coterie.helpers.protocol import HelperRequest
 from coterie.helpers.roles import HelperSet
 from coterie.types import Sampling, Source, Trajectory
 
@@ -225,6 +228,35 @@ def test_concurrency_is_limited() -> None:
     with serving(count) as server, helper_set(server.url, {"verify": "m"}, concurrency=3) as helpers:
         assert all(t.failed is None for t in ask(helpers, n=12))
     assert 2 <= most <= 3
+
+
+def test_a_helper_that_hangs_keeps_nobody_from_asking_another() -> None:
+    """More questions than may be in flight wait for one endpoint; the other answers meanwhile, over another connection."""
+    over = threading.Event()
+
+    def hang(h: Any, body: dict[str, Any]) -> None:
+        over.wait(20)
+
+    def answer(h: Any, body: dict[str, Any]) -> None:
+        h.send_json(200, completion("sound"))
+
+    cfg = config({}, concurrency=2, tries=2, timeout_s=5.0)
+    form = load_form("full")
+    request = HelperRequest("verify", "Q?", "1+1", "", 16, 0)
+    with serving(hang) as stuck, serving(answer) as sound:
+        roles = {"verify": stuck.url, "knowledge": sound.url}
+        bad, good = (OpenAIHelper(HelperConfig(url=u, model="m"), form.roles[r], 1 << 20) for r, u in roles.items())
+        pool = HelperPool(cfg)
+        try:
+            waiting = [pool.submit(bad, request) for _ in range(6)]
+            replies = [pool.submit(good, request) for _ in range(6)]
+            texts = [f.result(timeout=4).text for f in replies]
+            assert texts == ["sound"] * 6
+            assert not any(f.done() for f in waiting)
+            assert len(stuck.requests) == 2
+        finally:
+            over.set()
+            pool.close(bad.aclose(), good.aclose())
 
 
 def test_giving_up_in_the_middle_leaves_nothing_running() -> None:

@@ -1,4 +1,5 @@
 """Asking remote helpers: many at once, with limits, retries and a circuit breaker, while the main thread decodes.
+Each helper has its own limit and breaker, so one that hangs keeps nobody from asking the others.
 
 One background thread runs one asyncio loop. Nothing raised by a helper reaches the caller: a question ends as a reply or
 as a :class:`HelperFailure` that says what went wrong.
@@ -57,7 +58,7 @@ class HelperPool:
         self._cfg = cfg
         self._breakers: dict[int, Breaker] = {}
         self._loop = asyncio.new_event_loop()
-        self._gate = asyncio.Semaphore(cfg.concurrency)
+        self._gates: dict[int, asyncio.Semaphore] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, name="coterie-helpers", daemon=True)
         self._thread.start()
 
@@ -89,7 +90,7 @@ class HelperPool:
         breaker = self._breakers.setdefault(
             id(helper), Breaker(self._cfg.breaker_failures, self._cfg.breaker_cooldown_s)
         )
-        async with self._gate:
+        async with self._gates.setdefault(id(helper), asyncio.Semaphore(self._cfg.concurrency)):
             if not breaker.closed(time.monotonic()):
                 detail = f"{helper.where}: too many failures in a row; not asked"
                 return HelperFailure("breaker", detail, helper.name)
