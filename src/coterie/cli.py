@@ -121,7 +121,10 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens; 0: as in the config, else 64.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
-    mode: Annotated[str, typer.Option(help="plain | tagged (helpers' prompt, nobody answers) | helped.")] = "plain",
+    mode: Annotated[
+        str,
+        typer.Option(help="plain | tagged (helpers' prompt, nobody answers) | helped; several, a,b: and their gap."),
+    ] = "plain",
     config: Annotated[
         Path | None, typer.Option(help="TOML file whose helpers section --mode tagged and helped use.")
     ] = None,
@@ -131,7 +134,7 @@ def evaluate(
 
     Example: coterie eval tiny --tasks chain_sum,gcd -k 1,8 --problems 50
     """
-    from coterie.evalcmd import EvalRequest, run_eval
+    from coterie.evalcmd import EvalRequest, run_eval, show
 
     ks = _ints(k, "-k")
     request = EvalRequest(model, tasks, ks, problems, samples or max(ks), temperature, max_new_tokens, seed, mode)
@@ -139,14 +142,7 @@ def evaluate(
     if as_json:
         emit(result)
         return
-    table = Table("task", *(f"pass@{x}" for x in ks), "95% interval (pass@1)", "length", "truncated", box=None)
-    for name, t in result["tasks"].items():
-        low, high = t["interval95"]
-        passes = [f"{t['pass'][str(x)]:.3f}" if str(x) in t["pass"] else "-" for x in ks]
-        table.add_row(name, *passes, f"{low:.3f} - {high:.3f}", f"{t['mean_length']:.1f}", f"{t['truncated']:.0%}")
-    make_console().print(table)
-    mean = "unknown (an answer key could not be read)" if result["accuracy"] is None else f"{result['accuracy']:.3f}"
-    typer.echo(f"mean pass@1 over tasks: {mean}   settings: {json.dumps(result['settings'])}")
+    show(result, ks)
 
 
 @app.command()
