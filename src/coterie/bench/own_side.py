@@ -103,7 +103,7 @@ class Side:
         return spent | {"rollout_s": rolled["seconds"], "rollout_cpu_s": rolled["cpu_s"], "tokens": tokens}
 
     def gemm(self) -> dict[str, Any]:
-        """Float32 GFLOP/s of products with the shapes of the update, the better of several: MKL's and oneDNN's."""
+        """Float32 GFLOP/s of one product of the size of SmolLM2's MLP, the best of several: MKL's and oneDNN's."""
         x, w = torch.randn(1024, 576), torch.randn(1536, 576)  # [N, in], [out, in]
         return {"mkl": _rate(lambda: F.linear(x, w)), "onednn": _rate(lambda: product(x, w))}
 
