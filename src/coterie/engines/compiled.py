@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from coterie.engines import kernels
-from coterie.engines.kernels import COLUMNS, F32, I64, LANES, ROWS, Cache, Model, Scratch
+from coterie.engines.emit import COLUMNS, LANES, ROWS
+from coterie.engines.kernels import F32, I64, Cache, Model, Scratch
 from coterie.engines.weights import Linear, Rotary, Weights
 
 _TOKENS = 128  # tokens of prompts computed at once
