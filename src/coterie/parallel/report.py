@@ -15,7 +15,7 @@ from coterie.config import Config
 from coterie.merging.compatibility import decide, spoken
 from coterie.parallel.evidence import Side, evidence
 from coterie.parallel.plan import Job, all_tasks
-from coterie.parallel.scores import difference, pooled, rates, retention, score
+from coterie.parallel.scores import difference, pooled, rates, retention, score, unscored
 from coterie.rundir import read_jsonl, write_atomic
 
 FORMAT = 1
@@ -63,6 +63,7 @@ def summary(
         "models": {
             m: {
                 "score": score(of[m], list(cfg.tasks)),
+                "unscored": unscored(e),
                 "length": _mean([t["mean_length"] for t in e["tasks"].values()]),
                 "truncated": _mean([t["truncated"] for t in e["tasks"].values()]),
                 "leak": _mean([t["leak"] for t in e["tasks"].values()]) if _forms_known(e) else None,
@@ -128,6 +129,8 @@ def print_summary(result: Mapping[str, Any], console: Console) -> None:
     console.print(kept)
     for v in result["verdicts"]:
         console.print(f"- {spoken(v)}", soft_wrap=True)
+    if lost := {m: v["unscored"] for m, v in result["models"].items() if v["unscored"]}:
+        console.print("answers whose scoring failed, left out: " + "  ".join(f"{m} {n}" for m, n in lost.items()))
     console.print("seconds: " + "  ".join(f"{n} {s:.0f}" for n, s in result["seconds"].items()))
 
 
