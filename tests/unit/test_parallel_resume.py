@@ -93,3 +93,17 @@ def test_calibration_goes_on_from_whole_pairs_only(tmp_path: Path) -> None:
     log = tmp_path / "verdict.jsonl"
     log.write_text("".join(json.dumps(r) + "\n" for r in rows[:5]) + json.dumps(rows[5])[:9])
     assert _logged(log) == rows[:3]
+
+
+def test_what_runs_were_given_may_not_change_and_what_is_made_of_them_may(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+
+    def other(**parallel: Any) -> Config:
+        return cfg.model_copy(update={"parallel": cfg.parallel.model_copy(update=parallel)})
+
+    _claim(cfg, tmp_path)
+    _claim(other(lam=0.3, method="ties", baselines=("mixed",), jobs=1, probe=8), tmp_path)
+    with pytest.raises(UserError, match=r"differs in parallel\.log_updates"):
+        _claim(other(log_updates=1024), tmp_path)
+    with pytest.raises(UserError, match=r"differs in parallel\.experts"):
+        _claim(other(experts={"a": ("count_bits",), "b": ("gcd",)}), tmp_path)

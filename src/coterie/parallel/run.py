@@ -18,6 +18,7 @@ from coterie.run import check
 from coterie.rundir import write_atomic
 
 _FREE = {"parallel", "threads", "tracking"}  # may differ from the command before; the rest decides what lies there
+_FIXED = ("experts", "log_updates")  # of [parallel]: what a training run itself is given
 
 
 def parallel(cfg: Config, note: Callable[[str], None] = print) -> dict[str, Any]:
@@ -41,19 +42,18 @@ def parallel(cfg: Config, note: Callable[[str], None] = print) -> dict[str, Any]
 
 
 def _claim(cfg: Config, root: Path) -> None:
+    """Refuse a folder of other runs. Hidden files do not make it one: the lock, and what a kill left of writing the config."""
     file = root / "config.toml"
     if file.exists():
         before = load_config(file)
         changed = [k for k in Config.model_fields if k not in _FREE and getattr(before, k) != getattr(cfg, k)]
-        changed += ["parallel.experts"] if before.parallel.experts != cfg.parallel.experts else []
+        changed += [f"parallel.{k}" for k in _FIXED if getattr(before.parallel, k) != getattr(cfg.parallel, k)]
         if changed:
             raise UserError(
                 f"run_dir {root}: holds parts made with another config (differs in {', '.join(changed)}); choose another "
                 "--run_dir. Merging, adaptation, baselines and the sweep may change"
             )
-    elif any(
-        not p.name.startswith(".") for p in root.iterdir()
-    ):  # hidden: the lock, a file that a kill left unfinished
+    elif any(not p.name.startswith(".") for p in root.iterdir()):
         raise UserError(f"run_dir {root}: not empty and not of `coterie parallel`; choose another --run_dir")
     write_atomic(file, cfg.to_toml())
 
