@@ -99,12 +99,23 @@ def test_dare_mask_is_pinned_and_free_of_blocks() -> None:
 def test_svd_vector_worked_by_hand() -> None:
     # [[3, 0], [0, 1]]: rank 1 keeps 3; energy 9 of 10
     d = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
-    got = truncate(lambda: [(0, 2, d)], 2, 2, 1, "x", 1 << 20)
+    got = truncate(lambda: [(0, 2, d)], 2, 2, 1, "x")
     torch.testing.assert_close(got.left @ got.right, torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
     assert (got.kept, got.energy) == (pytest.approx(9), pytest.approx(10))
 
 
-def test_randomised_svd_comes_close_to_the_exact_one() -> None:
+def test_the_working_memory_changes_no_merged_weight(tmp_path) -> None:
+    """300 x 400 values are decomposed exactly, 520 x 600 are not; a MiB holds neither whole."""
+    shapes = {"model.layers.0.mlp.up_proj.weight": (300, 400), "model.layers.1.mlp.up_proj.weight": (520, 600)}
+    base = weights(0, shapes=shapes)
+    b, e = save(tmp_path / "base", base), save(tmp_path / "e", weights(1, base, shapes=shapes))
+    receipts = [merge(make_recipe(b, [e], "svd", rank=3), tmp_path / f"{m}", chunk_mib=m) for m in (1, 64)]
+    assert [r["svd"]["matrices_exact"] for r in receipts] == [1, 1]
+    assert receipts[0]["output_sha256"] == receipts[1]["output_sha256"]
+
+
+def test_randomised_svd_comes_close_to_the_exact_one(monkeypatch) -> None:
+    monkeypatch.setattr("coterie.merging.lowrank.EXACT_VALUES", 0)
     g = torch.Generator().manual_seed(0)
     d = (
         torch.randn(90, 6, generator=g)
@@ -113,7 +124,7 @@ def test_randomised_svd_comes_close_to_the_exact_one() -> None:
     )
     d += 0.05 * torch.randn(90, 70, generator=g)
     pieces = [(r, min(r + 13, 90), d[r : r + 13]) for r in range(0, 90, 13)]
-    got = truncate(lambda: pieces, 90, 70, 4, "x", exact_values=0)
+    got = truncate(lambda: pieces, 90, 70, 4, "x")
     s = torch.linalg.svdvals(d.double())
     assert not got.exact
     assert got.energy == pytest.approx(float((s**2).sum()), rel=1e-6)

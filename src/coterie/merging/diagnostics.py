@@ -56,7 +56,7 @@ def interference(recipe: Recipe, *, top_k: int = 8, matrices: int = 2, chunk_mib
         "all": figures(whole, labels, "all merged values of the model"),
         "per_module_type": {k: figures(s, labels, f"all tensors of type {k}") for k, s in sorted(kinds.items())},
         "per_layer": {str(k): figures(s, labels, f"layer {k}") for k, s in sorted(layers.items())},
-        "subspaces": subspace_overlap(inputs, top_k, matrices, chunk_mib) if top_k and len(labels) > 1 else None,
+        "subspaces": subspace_overlap(inputs, top_k, matrices) if top_k and len(labels) > 1 else None,
         "adapters": shared_initialisation(inputs),
     }
     report["reading"] = reading(report)

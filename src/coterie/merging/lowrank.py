@@ -15,7 +15,9 @@ from torch import Tensor
 
 OVERSAMPLING = 16
 POWER_ITERATIONS = 4
-EXACT_SIDE = 512  # matrices with a side up to this are decomposed exactly
+EXACT_SIDE = 512  # matrices with a side up to this
+EXACT_VALUES = 1 << 21  # and at most so many values are decomposed exactly: three copies in fp64 are 48 MiB
+PASS_MIB = 16  # working memory of a pass over a matrix; fixed, as sums over blocks depend on how it is cut
 
 RowBlocks = Callable[[], Iterable[tuple[int, int, Tensor]]]  # one pass: (first, last, delta [last - first, cols])
 
@@ -37,14 +39,14 @@ class LowRank:
         return norms
 
 
-def truncate(blocks: RowBlocks, rows: int, cols: int, rank: int, name: str, exact_values: int) -> LowRank:
+def truncate(blocks: RowBlocks, rows: int, cols: int, rank: int, name: str) -> LowRank:
     """The best (exact) or nearly best (randomised) rank-``rank`` approximation of a matrix read in row blocks.
 
     ``left`` has orthonormal columns, ``right = S V^T``. ``name`` keys the random start. Matrices of at most
-    ``exact_values`` values and a side up to ``EXACT_SIDE`` are decomposed exactly in fp64.
+    ``EXACT_VALUES`` values and with a side up to ``EXACT_SIDE`` are decomposed exactly in fp64.
     """
     rank = min(rank, rows, cols)
-    if min(rows, cols) <= EXACT_SIDE and rows * cols <= exact_values:
+    if min(rows, cols) <= EXACT_SIDE and rows * cols <= EXACT_VALUES:
         d = torch.cat([b.to(torch.float64, copy=True) for _, _, b in blocks()])  # [rows, cols]
         u, s, vt = torch.linalg.svd(d, full_matrices=False)
         left, right = u[:, :rank].float(), (s[:rank, None] * vt[:rank]).float()  # [rows, r], [r, cols]

@@ -98,8 +98,10 @@ def merge(
 ) -> dict[str, Any]:
     """Carry out a recipe. Returns the receipt, which is also written to ``out/merge_receipt.json``.
 
-    Memory: ``chunk_mib`` of working blocks above what the process needs anyway, whatever the model's size; ``svd`` adds
-    ``(rows + cols) * (rank + 16)`` values of the largest matrix, adapters add their own factors of one tensor.
+    Memory: ``chunk_mib`` of working blocks above what the process needs anyway, whatever the model's size; adapters add their
+    own factors of one tensor; ``svd`` adds per expert ``(rows + cols) * rank`` values of the largest matrix, and 64 MiB or
+    ``(rows + cols) * (rank + 16)`` values while it is decomposed. ``lora_concat`` does not stream: it holds the whole adapter it
+    writes, in fp32.
 
     Args:
         progress: called with (values done, values in all) after every block.

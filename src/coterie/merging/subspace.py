@@ -12,7 +12,7 @@ from coterie.merging.adapters import Adapter
 from coterie.merging.checkpoints import Reader, is_embedding, is_head
 from coterie.merging.deltas import stream
 from coterie.merging.inputs import Entry, Inputs
-from coterie.merging.lowrank import LowRank, truncate
+from coterie.merging.lowrank import PASS_MIB, LowRank, truncate
 from coterie.merging.numbers import module_type
 
 _NEGLIGIBLE = 1e-5  # singular values below this share of the first are noise of fp32
@@ -32,7 +32,7 @@ def sample_matrices(inputs: Inputs, top_k: int, per_type: int) -> list[Entry]:
     return sorted(chosen, key=lambda e: e.name)
 
 
-def subspace_overlap(inputs: Inputs, top_k: int, per_type: int, chunk_mib: int) -> dict[str, Any]:
+def subspace_overlap(inputs: Inputs, top_k: int, per_type: int) -> dict[str, Any]:
     """Overlap of the top-``top_k`` left (output) and right (input) singular subspaces for every pair of experts.
 
     ``|U_i^T U_j|_F^2 / k`` is the mean squared cosine of the principal angles: 1 for equal subspaces, ``k / dimension`` for
@@ -41,7 +41,7 @@ def subspace_overlap(inputs: Inputs, top_k: int, per_type: int, chunk_mib: int) 
     labels = [e.label for e in inputs.experts]
     out = []
     for entry in sample_matrices(inputs, top_k, per_type):
-        found = [_top(inputs, entry, i, top_k, chunk_mib) for i in range(len(labels))]
+        found = [_top(inputs, entry, i, top_k) for i in range(len(labels))]
         for i in range(len(labels)):
             for j in range(i + 1, len(labels)):
                 a, b = found[i], found[j]
@@ -55,17 +55,17 @@ def subspace_overlap(inputs: Inputs, top_k: int, per_type: int, chunk_mib: int) 
     }
 
 
-def _top(inputs: Inputs, entry: Entry, index: int, top_k: int, chunk_mib: int) -> tuple[Tensor, Tensor] | None:
+def _top(inputs: Inputs, entry: Entry, index: int, top_k: int) -> tuple[Tensor, Tensor] | None:
     """Orthonormal bases ``[rows, k]`` and ``[cols, k]`` of one expert's delta; None if it is zero."""
     if entry.sources[index] is None:
         return None
 
     def blocks() -> Iterator[tuple[int, int, Tensor]]:
-        for b in stream(inputs, [entry], chunk_mib, only=[index]):
+        for b in stream(inputs, [entry], PASS_MIB, only=[index]):
             yield b.first, b.last, b.deltas[0]
 
     name = f"{inputs.experts[index].label}\0{entry.name}"
-    low: LowRank = truncate(blocks, entry.base.rows, entry.base.cols, top_k, name, chunk_mib << 15)
+    low: LowRank = truncate(blocks, entry.base.rows, entry.base.cols, top_k, name)
     keep = low.values > _NEGLIGIBLE * low.values[:1]  # [k]
     if low.energy == 0 or not bool(keep.any()):
         return None

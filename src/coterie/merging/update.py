@@ -11,7 +11,7 @@ from torch import Tensor
 from coterie.merging import methods
 from coterie.merging.deltas import Block, stream
 from coterie.merging.inputs import Entry, Inputs
-from coterie.merging.lowrank import LowRank, truncate
+from coterie.merging.lowrank import PASS_MIB, LowRank, truncate
 from coterie.merging.recipe import Recipe
 from coterie.merging.threshold import KthLargest
 
@@ -26,7 +26,6 @@ class Update:
         self.weights = weights
         self.coefficients = [self.recipe.lam * w / total for w in weights]
         self.thresholds: list[float] = []
-        self.ranked: list[int] = []
         self.kept = [0] * len(weights)
         self.seen = [0] * len(weights)
         self.factors: list[LowRank | None] = []
@@ -100,11 +99,11 @@ class Update:
         assert self.recipe.rank is not None
 
         def blocks() -> Iterator[tuple[int, int, Tensor]]:
-            for b in stream(self.inputs, [entry], self.chunk_mib, self.recipe.compute_dtype, only=[index]):
+            for b in stream(self.inputs, [entry], PASS_MIB, self.recipe.compute_dtype, only=[index]):
                 yield b.first, b.last, b.deltas[0]
 
         name = f"{self.recipe.experts[index].label}\0{entry.name}"
-        found = truncate(blocks, entry.base.rows, entry.base.cols, self.recipe.rank, name, self.chunk_mib << 15)
+        found = truncate(blocks, entry.base.rows, entry.base.cols, self.recipe.rank, name)
         self.energy[index][0] += found.kept
         self.energy[index][1] += found.energy
         self.exact[0 if found.exact else 1] += 1
