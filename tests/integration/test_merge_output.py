@@ -377,6 +377,18 @@ def test_cli_merge_dry_run_json_and_usage_errors(tmp_path) -> None:
     assert "Example: coterie merge" in run("merge", "--help").output
 
 
+def test_a_long_merge_shows_its_progress_on_stderr(tmp_path, monkeypatch) -> None:
+    base = weights(0)
+    b, e = save(tmp_path / "base", base), save(tmp_path / "e", weights(1, base))
+    monkeypatch.setattr("coterie.merging.cli.EVERY", 0.0)
+    done = run("merge", b, e, "--out", tmp_path / "out", "--json")
+    lines, values = done.stderr.splitlines(), sum(t.numel() for t in base.values())
+    assert lines[-1] == f"merge: 100% of {values:,} values" and lines[0] == f"merge: 27% of {values:,} values"
+    assert json.loads(done.stdout)["output_bytes"] == 4 * values
+    monkeypatch.setattr("coterie.merging.cli.EVERY", 60.0)
+    assert run("merge", b, e, "--out", tmp_path / "out2").stderr == ""
+
+
 def test_importing_the_commands_loads_no_torch() -> None:
     code = "import sys, coterie.merging.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=ENV, check=False).returncode == 0

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,6 @@ class Checkpoint:
     files: tuple[Path, ...]  # exactly those that are read
     notes: tuple[str, ...] = ()  # files and tensors left out, each named
     stray_head: str | None = None  # a head stored although the config says tied
-    _aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def embedding(self) -> str | None:
@@ -137,7 +136,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     lacking = sorted(set(named or ()) - set(tensors))
     if lacking:
         raise UserError(
-            f"model {folder}: the index names tensors that no shard holds: {_few(lacking)}; fetch the shards again"
+            f"model {folder}: the index names tensors that no shard holds: {few(lacking)}; fetch the shards again"
         )
     for name, info in list(tensors.items()):
         if info.code not in PLAIN or _QUANTISED.search(name):
@@ -213,15 +212,15 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None, list
             )
         lacking = [s for s in shards if not (folder / s).is_file()]
         if lacking:
-            raise UserError(f"model {folder}: shards are missing: {_few(lacking)}")
+            raise UserError(f"model {folder}: shards are missing: {few(lacking)}")
         extra = [f"file {n}: not named by the index; ignored" for n in present if n not in shards]
         return [folder / s for s in shards], named, extra
     if single.is_file():
         return [single], None, [f"file {n}: next to {single.name}; ignored" for n in present if n != single.name]
     pickles = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt")]
     if pickles:
-        raise UserError(f"model {folder}: only pickled weights ({_few(pickles)}); save it as safetensors first")
-    hint = f" (found {_few(present)}, but no index)" if present else ""
+        raise UserError(f"model {folder}: only pickled weights ({few(pickles)}); save it as safetensors first")
+    hint = f" (found {few(present)}, but no index)" if present else ""
     raise UserError(f"model {folder}: no model.safetensors and no model.safetensors.index.json{hint}")
 
 
@@ -239,12 +238,9 @@ def _says_tied(config: dict[str, Any], folder: Path) -> bool:
         ) from e
 
 
-def _few(names: list[str], most: int = 4) -> str:
+def few(names: list[str], most: int = 4) -> str:
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-few = _few
 
 
 class Reader:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from coterie.console import make_console
+from coterie.console import make_console, say
 from coterie.errors import UserError
 from coterie.merging.recipe import label_paths, make_recipe
 from coterie.models import folder_of
 
+EVERY = 5.0  # seconds between lines of progress
 Base = Annotated[Path, typer.Argument(help="Folder of the base model.", show_default=False)]
 Experts = Annotated[
     list[Path], typer.Argument(help="Folders trained from it: full models or LoRA adapters.", show_default=False)
@@ -91,8 +94,9 @@ def merge_command(
         return
     command = shlex.join(["coterie", *sys.argv[1:]])
     receipt = merge(
-        recipe, out, chunk_mib=chunk_mib, shard_bytes=int(shard_gb * 1e9), hash_inputs=hash_inputs, command=command
-    )
+        recipe, out, chunk_mib=chunk_mib, shard_bytes=int(shard_gb * 1e9), hash_inputs=hash_inputs, command=command,
+        progress=_progress(),
+    )  # fmt: skip
     _emit(receipt) if as_json else _show_receipt(receipt, out)
 
 
@@ -152,6 +156,19 @@ def interference_command(
     print_report(report, make_console())
     if out is not None:
         typer.echo(f"written: {out / 'interference.json'}, {out / 'interference.html'}")
+
+
+def _progress() -> Callable[[int, int], None]:
+    """A line on stderr every ``EVERY`` seconds of a merge."""
+    last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= EVERY:
+            last = time.monotonic()
+            say(f"merge: {done / total:.0%} of {total:,} values")
+
+    return show
 
 
 def _split(text: str | None) -> list[str] | None:

@@ -62,10 +62,6 @@ class Inputs:
     untied: bool  # base is tied, an expert is not: the result has an output head of its own
     notes: tuple[str, ...]
 
-    @property
-    def largest(self) -> int:
-        return max(e.base.numel for e in self.entries)
-
     def dtypes(self) -> dict[str, dict[str, int]]:
         """Values per dtype, of the base and of each expert."""
         out = {"base": self.base.dtypes()}
