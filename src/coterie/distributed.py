@@ -140,6 +140,7 @@ class ShardedPolicy(Policy):
         super().__init__(model, tokenizer, **kwargs)
         self._forward.verify(self.device)  # on whole weights
         self.full = FullCopy(self)
+        self._computed = ("none", 0)  # layout and tokens of the last forward pass
         self._shard()
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         o = self.optim
@@ -171,11 +172,14 @@ class ShardedPolicy(Policy):
 
     def _token_stats(self, lm: Any, batch: Batch, checkpoint: Recompute) -> tuple[Tensor, Tensor, Tensor]:
         stats = self._forward(batch, checkpoint=checkpoint)
+        self._computed = (stats.layout, stats.tokens)
         return stats.logprobs, stats.entropy, stats.sum_sq  # FSDP looks for tensors in what comes out
 
     def logprobs(self, batch: Batch) -> TokenStats:
         with self.autocast():
-            return TokenStats(*self.causal_lm.token_stats(batch.to(self.device), self.optim.activation_checkpointing))
+            checkpoint = self.optim.activation_checkpointing
+            logprobs, entropy, sum_sq = self.causal_lm.token_stats(batch.to(self.device), checkpoint)  # [B, T]
+        return TokenStats(logprobs, entropy, sum_sq, *self._computed)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch) -> Tensor:
@@ -331,6 +335,9 @@ class SharedTrainer(Trainer):
     def _all(self, outputs: list[LossOutput]) -> list[LossOutput]:
         plain = [LossOutput(o.loss.detach().cpu(), {k: v.cpu() for k, v in o.sums.items()}) for o in outputs]
         return [o for part in gathered(plain) for o in part]
+
+    def _all_computed(self, computed: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        return [c for part in gathered(computed) for c in part]
 
 
 class FollowerDir(RunDir):

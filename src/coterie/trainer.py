@@ -188,7 +188,8 @@ class Trainer:
                     loss = loss + critic[-1].loss
                 self.policy.backward(loss if i < real else 0.0 * loss)
             done = self.policy.step(self._lr())
-            metrics = loss_metrics(self._all(outputs[:real])) | critic_metrics(critic) | layout_metrics(computed)
+            metrics = loss_metrics(self._all(outputs[:real])) | critic_metrics(critic)
+            metrics |= layout_metrics(self._all_computed(computed[:real]))
         metrics["policy/nothing_to_train"] = 0.0
         return metrics | capped | step_metrics(done, self._lr())
 
@@ -200,6 +201,10 @@ class Trainer:
     def _all(self, outputs: list[LossOutput]) -> list[LossOutput]:
         """The outputs of all micro-batches, wherever they were computed."""
         return outputs
+
+    def _all_computed(self, computed: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Layout and tokens of all micro-batches, wherever they were computed."""
+        return computed
 
     def _capped(self, parts: Sequence[Batch], real: int) -> tuple[LossConfig, dict[str, float]]:
         """The loss with helpers' tokens scaled down to ``ext_grad_share_cap``, measured over the whole batch, so that it does
