@@ -9,14 +9,13 @@ rounded up to the lanes that are written at once; what lies in between is never 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from coterie.compiling import compiled, part
 from coterie.engines import emit
 from coterie.engines.emit import COLUMNS, LANES, ROWS, few_1, few_2, few_3, few_4, gate, keep, rotate, softmax, tile
 from coterie.engines.emit import address as _at
@@ -79,24 +78,8 @@ class Scratch(NamedTuple):
     scores: F32  # [H / Hkv, T' + T'] a head's own
 
 
-# Sums may be regrouped (the same way each time), so that loops use vectors; NaN and infinity keep their meaning.
-_FAST = {"reassoc", "contract", "nsz"}
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    try:
-        made = njit(nogil=True, error_model="numpy", cache=True, fastmath=_FAST)(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written: compiled in every process
-        return njit(nogil=True, error_model="numpy", fastmath=_FAST)(function)
-    # numba compiles again when the file of a function has changed; here, also when the emitted instructions have.
-    stored, emitted = made._cache._cache_file, Path(emit.__file__).stat()
-    stored._source_stamp = (stored._source_stamp, emitted.st_mtime, emitted.st_size)
-    return made
-
-
-def _part(function: Callable[..., Any]) -> Any:
-    """Compiled as part of what calls it."""
-    return njit(nogil=True, error_model="numpy", inline="always", fastmath=_FAST)(function)
+# numba compiles again when the file of a function has changed; here, also when the emitted instructions have
+_compiled = partial(compiled, depends=emit.__file__)
 
 
 @_compiled
@@ -164,7 +147,7 @@ def _turn(m: Model, cache: Cache, layer: int, qkv: F32, r: int, position: int) -
         rotate(start, _at(cache.cos, position * half), _at(cache.sin, position * half), half)
 
 
-@_part
+@part
 def _attend(
     m: Model, cache: Cache, s: Scratch, layer: int, r: int, prompt: int, before: int, slot: int, own: int
 ) -> None:

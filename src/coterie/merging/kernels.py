@@ -6,32 +6,17 @@ The functions are in a file of their own because importing numba takes longer th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from coterie.compiling import compiled, part
 
 PIECE = 2048  # values whose products are summed in fp32 before the sum goes on in fp64
 
-# Sums may be regrouped (the same way each time), so that loops use vectors; NaN and infinity keep their meaning.
-_FAST = {"reassoc", "contract", "nsz"}
 
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    try:
-        return njit(nogil=True, error_model="numpy", cache=True, fastmath=_FAST)(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written: compiled in every process
-        return njit(nogil=True, error_model="numpy", fastmath=_FAST)(function)
-
-
-def _part(function: Callable[..., Any]) -> Any:
-    """Compiled as part of what calls it, constants included."""
-    return njit(nogil=True, error_model="numpy", inline="always", fastmath=_FAST)(function)
-
-
-@_part
+@part
 def _differences(stored: NDArray[Any], first: int, count: int, shift: int, room: NDArray[np.float32]) -> None:
     """Experts minus base. ``shift`` fp32 bits are not stored: the bits of a bf16 value are the upper half of an fp32 value's."""
     base = stored[0, first : first + count]  # slices: loops over them are known to stay within, and use vectors
@@ -43,7 +28,7 @@ def _differences(stored: NDArray[Any], first: int, count: int, shift: int, room:
             out[k] = a - b
 
 
-@_compiled
+@compiled
 def _products(x: NDArray[np.float32], first: int, count: int, out: NDArray[np.float64]) -> None:
     """Upper half of ``out [N, N] += x x^T`` over ``count`` of the values ``x [N, n]``: fp32 products, fp64 results."""
     n = x.shape[0]
@@ -73,14 +58,14 @@ def _products(x: NDArray[np.float32], first: int, count: int, out: NDArray[np.fl
             j += 1
 
 
-@_compiled
+@compiled
 def add_gram(x: NDArray[np.float32], out: NDArray[np.float64]) -> None:
     """Upper half of ``out [N, N]`` plus the inner products of ``x [N, n]``."""
     for first in range(0, x.shape[1], PIECE):
         _products(x, first, min(PIECE, x.shape[1] - first), out)
 
 
-@_part
+@part
 def _add_stored(stored: NDArray[Any], shift: int, room: NDArray[np.float32], out: NDArray[np.float64]) -> None:
     for first in range(0, stored.shape[1], PIECE):
         count = min(PIECE, stored.shape[1] - first)
@@ -88,7 +73,7 @@ def _add_stored(stored: NDArray[Any], shift: int, room: NDArray[np.float32], out
         _products(room, 0, count, out)
 
 
-@_compiled
+@compiled
 def add_bf16_gram(stored: NDArray[np.uint16], room: NDArray[np.float32], out: NDArray[np.float64]) -> None:
     """Upper half of ``out [N, N]`` plus the inner products of the N differences from the first row of ``stored [1 + N, n]``.
 
@@ -97,7 +82,7 @@ def add_bf16_gram(stored: NDArray[np.uint16], room: NDArray[np.float32], out: ND
     _add_stored(stored, 16, room, out)
 
 
-@_compiled
+@compiled
 def add_fp32_gram(stored: NDArray[np.uint32], room: NDArray[np.float32], out: NDArray[np.float64]) -> None:
     """The same for fp32 values."""
     _add_stored(stored, 0, room, out)
