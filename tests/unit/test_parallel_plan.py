@@ -62,6 +62,11 @@ def test_what_cannot_be_carried_out_is_refused_by_name() -> None:
         config(experts={"../c": ["gcd"]})
     with pytest.raises(UserError, match="power of two"):
         config(log_updates=1000)
+    with pytest.raises(UserError, match="probe must be 0 or at least 4"):
+        config(probe=3)
+    check_parallel(config(probe=4))
+    with pytest.raises(UserError, match="fewer than two experts have a task of their own"):
+        check_parallel(config(probe=4, experts={"a": ["gcd"], "b": ["gcd", "products"]}))
     with pytest.raises(UserError, match="at least two experts"):
         check_parallel(config(experts={"a": ["gcd"]}))
 

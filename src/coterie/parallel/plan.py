@@ -18,6 +18,7 @@ from pathlib import Path
 
 from coterie.config import Config, ParallelConfig
 from coterie.errors import UserError
+from coterie.parallel.evidence import sole_owners
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ def check_parallel(cfg: Config) -> None:
         raise UserError("parallel: experts train apart; leave [swarm] out")
     if cfg.method == "rl" and cfg.steps < 1:
         raise UserError("parallel: steps must be at least 1")
+    if p.probe and len(set(sole_owners(p.experts).values())) < 2:
+        raise UserError(
+            "parallel.probe: fewer than two experts have a task of their own to be compared on; set it to 0"
+        )
 
 
 def workers(cfg: Config) -> int:

@@ -119,7 +119,7 @@ def probe_base(cfg: Config, base: Path, note: Note) -> dict[str, Any] | None:
     from coterie.parallel.evidence import by_expert, sole_owners
 
     p, owner = cfg.parallel, sole_owners(cfg.parallel.experts)
-    if not p.probe or len(set(owner.values())) < 2:
+    if not p.probe:
         return None
     file = Path(cfg.run_dir) / f"probe_{p.probe}" / "probe.json"
     if not file.is_file():
