@@ -142,9 +142,13 @@ class Forward:
             elif self._plain_head and getattr(self.model, "_supports_sdpa", False) and agrees("tree"):
                 found = ["tree"]
         self._layouts = (*found, "padded")
+        if found:
+            self._measure()
+
+    def _measure(self) -> None:
+        """What a token and a pair of query and key cost; only models with another layout than padded need to have these."""
         config, inner = self.model.config, self.model.base_model
-        embedding = self.model.get_input_embeddings().weight
-        self._weights = sum(p.numel() for p in inner.parameters()) - embedding.numel()
+        self._weights = sum(p.numel() for p in inner.parameters()) - self.model.get_input_embeddings().weight.numel()
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._width = config.num_hidden_layers * config.num_attention_heads * head
 
