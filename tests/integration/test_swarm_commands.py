@@ -112,7 +112,7 @@ def test_a_node_is_seen_while_its_model_loads(tmp_path: Path, monkeypatch: pytes
             pass
     assert all("1 node, 1 of them without a report yet (nodes report after" in s and "starting" in s for s in shown)
     empty = call("swarm", "status", "--path", cfg.swarm.path)
-    assert empty == "0 nodes (a node enters when it starts, and reports after its first step)\n" and len(shown) == 2
+    assert empty == "0 nodes now (a node enters when it starts, and reports after its first step)\n" and len(shown) == 2
 
 
 def test_status_shows_what_strangers_say_without_obeying_it(tmp_path: Path) -> None:
@@ -165,6 +165,7 @@ def test_an_inbox_becomes_groups_that_peers_score_themselves(tmp_path: Path) -> 
         '{"problem": "nowhere:4", "answers": ["9"]}',
         '{"problem": "add:5", "answers": []}',
         "not json",
+        json.dumps({"problem": "add:6", "answers": ["x" * (1 << 20) + "x"]}),
         '{"problem": "add:6", "answers": ["13", "no"]}',
     ]
     inbox.write_text("\n".join(lines))
@@ -172,7 +173,7 @@ def test_an_inbox_becomes_groups_that_peers_score_themselves(tmp_path: Path) -> 
     b = kit.node(hub, 2)
     said: list[str] = []
     sent = contribute(inbox, hub.join(), kit.person(9), Access("swarm"), "swarm", kit.problem_of, say=said.append)
-    assert sent == 2 and [line.split(":")[1] for line in said] == ["3", "4", "5", "6"]
+    assert sent == 2 and [line.split(":")[1] for line in said] == ["3", "4", "5", "6", "7"]
     got = {g.problem.id: g.rewards for g in b.collect(0)}
     assert got == {"add:3": [1.0, 0.0], "add:6": [1.0, 0.0]}
     assert b.peers()[0]["name"] == kit.person(9).name
@@ -219,13 +220,16 @@ def test_a_failed_node_is_named_with_its_last_words(tmp_path: Path) -> None:
     from rich.console import Console
 
     children = []
-    for i, code in enumerate(["pass", "print('error: no space left'); raise SystemExit(1)"]):
+    for i, code in enumerate(
+        ["pass", "print('error: no space left'); raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)"]
+    ):
         log = tmp_path / f"node_{i}.log"
         with open(log, "wb") as out:
             process = subprocess.Popen([sys.executable, "-c", code], stdout=out)
         children.append(Child(tmp_path / f"node_{i}", log, process))
-    with pytest.raises(CoterieError, match="node_1 failed: error: no space left"):
+    with pytest.raises(CoterieError, match="node_1 failed: error: no space left") as e:
         watch(children, 10, Console(quiet=True))
+    assert "node_2 failed: killed by signal 9; the same command goes on" in str(e.value)
 
 
 def test_an_interrupt_ends_the_nodes(tmp_path: Path) -> None:

@@ -304,6 +304,13 @@ def test_sw05_two_that_entered_apart_are_told_when_they_meet(tmp_path: Path, por
             t.close()
 
 
+def test_a_relay_says_what_its_settings_lack(port: int) -> None:
+    with pytest.raises(UserError, match="needs --tls-certificate and --tls-key"):
+        Relay((f"tls/127.0.0.1:{port}",))
+    with pytest.raises(UserError, match=r"--users-file none\.txt: no such file"):
+        Relay((f"tcp/127.0.0.1:{port}",), security=Security(users_file="none.txt"))
+
+
 def test_a_taken_port_is_said_in_one_line(relay: Relay, port: int) -> None:
     with pytest.raises(CoterieError, match=f"relay: cannot open tcp/127.0.0.1:{port}"):
         Relay((f"tcp/127.0.0.1:{port}",))

@@ -344,6 +344,21 @@ def test_right_answers_far_longer_than_own_ones_are_dropped() -> None:
     assert len(lax.collect(1)) == 4
 
 
+def test_a_slow_step_makes_no_flood_of_an_honest_contributor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty messages are few for an author that had ten seconds for them, and many for one that had none."""
+    hub = MemoryHub()
+    a, b = kit.node(hub, 1), kit.node(hub, 2)
+    b.collect(0)
+    now = time.monotonic()
+    monkeypatch.setattr("coterie.swarm.intake.time.monotonic", lambda: now + 10)
+    a.publish([kit.group(a.identity, i) for i in range(20)])
+    b.collect(1)
+    assert b.troubles() == []
+    a.publish([kit.group(a.identity, 100 + i) for i in range(20)])
+    b.collect(2)
+    assert b.troubles() == [f"{a.identity.name}: flood"]
+
+
 def test_a_flood_of_worthless_groups_takes_nothing_from_the_others() -> None:
     """Three honest peers, with and without a fourth that sends 200 well-formed wrong groups a step: the very same groups are
     used, the ear stays open, and the console names who floods and teaches nothing."""

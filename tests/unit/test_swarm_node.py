@@ -22,7 +22,7 @@ from coterie.swarm.identity import Identity
 from coterie.swarm.memory import MemoryHub
 from coterie.swarm.node import SoloNode, State, SwarmNode
 from coterie.swarm.pool import Entry, Pool
-from coterie.swarm.wire import Statement, encode_group, sign_body
+from coterie.swarm.wire import Statement, WireError, encode_group, read, sign_body
 from coterie.tasks.base import split_of_text
 from coterie.tasks.taskset import split_of
 from coterie.types import Group, Problem, StopReason
@@ -356,17 +356,35 @@ def test_a_dataset_problem_is_taken_at_the_word_of_a_trusted_author_only() -> No
     node = kit.node(hub, 2)
     node._rebuild.trusted = frozenset([me.node_id])
     wary = kit.node(hub, 3)
-    train, held_out = questions("train"), questions("eval")
-    frames.publish([stated(me, 0, train[0]), stated(me, 1, held_out[0]), stated(me, 2, train[1], "task")])
-    frames.publish([stated(me, 3, train[2], state=False), stated(me, 4, train[3], "exact+numeric*x"),
-                    stated(me, 5, train[4] * 20)])  # fmt: skip
+    train = questions("train")
+    frames.publish([stated(me, 0, train[0]), stated(me, 1, train[1], state=False)])
     (got,) = node.collect(0)
     assert got.problem.id == "jsonl/0123456789ab#0" and got.problem.task == f"mine@{me.name}"
     assert [t.reward for t in got.trajectories] == [1.0, 0.0]  # scored here, by the stated answer
     assert got.problem.prompt == f"{train[0]} Say it." and split_of(got.problem) == "train"
-    refused = {k: node.metrics()[f"swarm/refused/{k}"] for k in ("held_out", "problem", "other_task", "too_long")}
-    assert refused == {"held_out": 1, "problem": 2, "other_task": 1, "too_long": 1}
-    assert wary.collect(0) == [] and wary.metrics()["swarm/refused/other_task"] == 6
+    assert node.metrics()["swarm/refused/other_task"] == 1
+    assert wary.collect(0) == [] and wary.metrics()["swarm/refused/other_task"] == 2
+
+
+@pytest.mark.parametrize(
+    ("question", "verifier", "kind"),
+    [
+        (questions("eval")[0], "exact", "held_out"),
+        (questions("eval")[0] + " ", "exact", "held_out"),
+        (questions("train")[0], "task", "problem"),  # needs more than the answer
+        (questions("train")[0], "exact+numeric*x", "problem"),
+        (questions("train")[0], "1e308*exact+1e308*exact", "problem"),  # a reward beyond all numbers
+        (questions("train")[0] * 20, "exact", "too_long"),  # in tokens
+        ("x" * 5000, "exact", "problem"),  # before anything encodes it
+    ],
+)
+def test_what_even_a_trusted_author_cannot_state(question: str, verifier: str, kind: str) -> None:
+    me = kit.person(1)
+    rebuild = kit.rebuilder()
+    rebuild.trusted = frozenset([me.node_id])
+    with pytest.raises(WireError) as e:
+        rebuild.group(read(stated(me, 0, question, verifier), "swarm", kit.LIMITS))
+    assert e.value.kind == kind
 
 
 def test_a_stated_problem_does_not_replace_an_own_one() -> None:

@@ -158,7 +158,7 @@ def status(
     there = "1 node" if len(rows) == 1 else f"{len(rows)} nodes"
     if not rows:
         elsewhere = "; --name asks for another swarm than 'swarm'" if connect else ""
-        there += f" (a node enters when it starts, and reports after its first step{elsewhere})"
+        there += f" now (a node enters when it starts, and reports after its first step{elsewhere})"
     elif waiting := sum(r["state"] == "starting" for r in rows):
         there += f", {waiting} of them without a report yet (nodes report after their first step)"
     typer.echo(there)
@@ -196,7 +196,10 @@ def _local_rows(path: Path) -> list[dict[str, Any]]:
     from coterie.swarm.local import ALIVE_S, read_nodes
 
     rows = [_row(node, info, f"{age:.0f} s ago") | {"age": age} for node, _, age, info in read_nodes(path)]
-    return [r | ({"state": f"silent, last {r['state']}"} if r.pop("age") > ALIVE_S else {}) for r in rows]
+    for row in rows:
+        if row.pop("age") > ALIVE_S and row["state"] != "starting":  # a model may load, and be evaluated, for longer
+            row["state"] = f"silent, last {row['state']}"
+    return rows
 
 
 def _network_rows(name: str, connect: list[str], access: SwarmConfig) -> list[dict[str, Any]]:
@@ -298,7 +301,15 @@ def _send_inbox(cfg: Config, inbox: Path, follow: bool) -> int:
         typer.echo(f"contributing as {me.name}")
         try:
             return send(
-                inbox, exchange, me, make_access(cfg.swarm), cfg.swarm.name, find, follow=follow, say=typer.echo
+                inbox,
+                exchange,
+                me,
+                make_access(cfg.swarm),
+                cfg.swarm.name,
+                find,
+                follow=follow,
+                state=cfg.swarm.send_problems,
+                say=typer.echo,
             )
         finally:
             exchange.close()

@@ -21,7 +21,7 @@ from coterie.swarm.access import Access
 from coterie.swarm.exchange import Exchange, Request
 from coterie.swarm.identity import Identity
 from coterie.swarm.verify import ProblemFn
-from coterie.swarm.wire import Text, WireGroup, WireTrajectory, digest_prompt, sign_body
+from coterie.swarm.wire import Text, WireGroup, WireTrajectory, digest_prompt, sign_body, statement_of
 from coterie.types import Source
 
 _LOOK_S, _BEAT_S = 0.02, 2.0
@@ -64,10 +64,11 @@ def contribute(
     problem_of: ProblemFn,
     *,
     follow: bool = False,
+    state: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
     """Send every good line of ``inbox``; a bad one is named and skipped. While the link is down it waits, and says so.
-    Returns the number of groups sent."""
+    ``state``: send a dataset's problems in full. Returns the number of groups sent."""
     tasks, beat = Counter[str](), float("-inf")
     exchange.collect(Request(1, 1))  # enter the swarm
     for found in read_lines(inbox, follow):
@@ -78,11 +79,12 @@ def contribute(
             continue
         number, line = found
         try:
-            body = _body(msgspec.json.decode(line, type=Line), identity, tasks.total(), problem_of)
+            body = _body(msgspec.json.decode(line, type=Line), identity, tasks.total(), problem_of, state)
+            frame = sign_body(body, identity, swarm).frame
         except (msgspec.DecodeError, CoterieError) as e:
             say(f"{inbox}:{number}: skipped: {e}")
             continue
-        _deliver(exchange, access.seal(sign_body(body, identity, swarm).frame), say)
+        _deliver(exchange, access.seal(frame), say)
         tasks[body.task] += 1
     return tasks.total()
 
@@ -111,7 +113,7 @@ def _deliver(exchange: Exchange, frame: bytes, say: Callable[[str], None]) -> No
             return
 
 
-def _body(line: Line, identity: Identity, seq: int, problem_of: ProblemFn) -> WireGroup:
+def _body(line: Line, identity: Identity, seq: int, problem_of: ProblemFn, state: bool) -> WireGroup:
     problem = problem_of(line.problem)
     if not line.answers:
         raise UserError("no answers")
@@ -125,4 +127,5 @@ def _body(line: Line, identity: Identity, seq: int, problem_of: ProblemFn) -> Wi
         seq=seq,
         sent_ms=int(time.time() * 1000),
         trajectories=[WireTrajectory([Text(int(Source.POLICY), a)], "eos") for a in line.answers],
+        statement=statement_of(problem) if state else None,
     )

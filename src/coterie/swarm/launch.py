@@ -18,6 +18,7 @@ from rich.text import Text
 
 from coterie.config import Config
 from coterie.errors import CoterieError
+from coterie.interrupts import sigterm_interrupts
 from coterie.rundir import read_jsonl
 
 COLUMNS = {
@@ -48,6 +49,8 @@ class Child:
         return merged
 
     def last_words(self) -> str:
+        if (code := self.process.returncode) is not None and code < 0:
+            return f"killed by signal {-code}; the same command goes on"
         lines = [x for x in self.log.read_text(errors="replace").splitlines() if x.strip()]
         return lines[-1].strip() if lines else "nothing printed"
 
@@ -80,6 +83,16 @@ def watch(children: Sequence[Child], steps: int, console: Console, every_s: floa
     Raises:
         CoterieError: names the nodes that failed, with their last words; the others have finished.
     """
+    with sigterm_interrupts():
+        _watch(children, steps, console, every_s)
+    console.print(table(children, steps))
+    failed = [c for c in children if c.process.returncode != 0]
+    if failed:
+        raise CoterieError("\n".join(f"{c.run_dir.name} failed: {c.last_words()} (see {c.log})" for c in failed))
+
+
+def _watch(children: Sequence[Child], steps: int, console: Console, every_s: float) -> None:
+    """Until all have ended; whatever ends it, none of them is left running."""
     try:
         if console.is_terminal:
             with Live(console=console, refresh_per_second=2, transient=True) as live:
@@ -94,10 +107,6 @@ def watch(children: Sequence[Child], steps: int, console: Console, every_s: floa
                 c.process.terminate()
         for c in children:
             c.process.wait()
-    console.print(table(children, steps))
-    failed = [c for c in children if c.process.returncode != 0]
-    if failed:
-        raise CoterieError("\n".join(f"{c.run_dir.name} failed: {c.last_words()} (see {c.log})" for c in failed))
 
 
 def _say_progress(children: Sequence[Child], steps: int, console: Console, every_s: float = 10.0) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ class SwarmNode:
         share: how many groups to ask for.
         logprobs: own log-probs of the policy tokens of each trajectory, for ``less_likely``.
         seed: of the selection.
-        clock: seconds, for the time written on messages, which decides nothing.
+        clock: seconds, for the time written on messages, which decides nothing; given for virtual time, in which no step is
+            cut short by ``collect_s``.
         on_close: run after the exchange is closed (locks).
     """
 
@@ -80,6 +82,9 @@ class SwarmNode:
         self.pool = Pool(cfg.pool, cfg.ttl)
         self.ledger = Ledger(cfg.max_age)
         self._clock = clock or (lambda: time.time())  # looked up at each call
+        self._patience_s = (
+            cfg.collect_s if clock is None else math.inf
+        )  # of virtual time: a busy machine decides nothing
         self._intake = Intake(cfg.name, self.author, self._access, rebuilder, self.ledger, self.pool, self._clock)
         self._chooser = Chooser(cfg, self._intake, score, logprobs)
         self._counts = self._chooser.counts
@@ -142,7 +147,7 @@ class SwarmNode:
         chosen: list[Group] = []
         self._counts.clear()
         if wanted > 0:
-            deadline = start + self.cfg.collect_s
+            deadline = start + self._patience_s
             request = Request(MARGIN * wanted, self.cfg.message_bytes + 64, self.cfg.wait_s, self._useful)
             frames = self.exchange.collect(request)
             self._counts["received"] = len(frames)

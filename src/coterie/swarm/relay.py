@@ -9,11 +9,12 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zenoh
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, UserError
 from coterie.swarm.zenoh_config import Security, relay_config
 
 DEFAULT_LISTEN = "tcp/127.0.0.1:7447"
@@ -38,6 +39,11 @@ class Relay:
         message_bytes: int = 262_144,
         rate: float = 200.0,
     ) -> None:
+        tls = security or Security()
+        if any(e.startswith(("tls/", "quic/")) for e in listen) and not (tls.certificate and tls.key):
+            raise UserError("relay: a tls/ endpoint needs --tls-certificate and --tls-key")
+        if tls.users_file and not Path(tls.users_file).is_file():
+            raise UserError(f"relay: --users-file {tls.users_file}: no such file")
         config = relay_config(listen, connect, security or Security(), message_bytes, rate)
         try:
             self._session: Any = zenoh.open(config)

@@ -7,6 +7,7 @@ the very ids that are trained on.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ class ScoreLike(Protocol):
 
 ScoreFn = Callable[[list[tuple[Problem, str]]], Sequence[ScoreLike]]
 ProblemFn = Callable[[str], Problem]
+_TASK = re.compile(r"[\w.-]{1,64}")
 STATED_VERIFIERS = ("exact", "numeric", "math", "code", "format")
 
 
@@ -80,7 +82,7 @@ class Rebuilder:
         except CoterieError as e:
             if body.statement is None or message.author not in self.trusted:
                 raise WireError("other_task", str(e), signed=True) from e
-            problem = stated_problem(message)
+            problem = stated_problem(message, self.limits)
         if digest_prompt(problem.prompt) != body.prompt:
             raise WireError("problem", f"{body.problem!r} is another problem here than at its author", signed=True)
         prompt = np.asarray(self.encoder.prompt_ids(problem.prompt), np.int32)
@@ -164,7 +166,7 @@ class Rebuilder:
         return tuple(out)
 
 
-def stated_problem(message: Message) -> Problem:
+def stated_problem(message: Message, limits: Limits) -> Problem:
     """A dataset's problem as its author states it, under the author's name so that it never mixes with an own task.
 
     Raises WireError: ``held_out`` (by its text, the same rule on every node), ``problem`` (of no dataset, or a verifier
@@ -179,7 +181,11 @@ def stated_problem(message: Message) -> Problem:
     if not own_words or not body.problem.startswith(STATED):
         text = f"{body.problem[:200]!r} with verifier {s.verifier!r} cannot be taken at its author's word"
         raise WireError("problem", text, signed=True)
-    if split_of_text(s.question) == "eval":
+    if not _TASK.fullmatch(body.task) or len(s.question) + len(s.suffix) > limits.response_chars:
+        raise WireError(
+            "problem", "a stated problem with a strange task name, or with a text out of bounds", signed=True
+        )
+    if "eval" in (split_of_text(s.question), split_of_text(s.question.strip()), split_of_text(s.question + s.suffix)):
         raise WireError("held_out", f"{body.problem[:200]!r} is held out for evaluation", signed=True)
     name = f"{body.task}@{short_name(message.author)}"
     return Problem(body.problem, name, s.question + s.suffix, s.answer, s.verifier, {"question": s.question})
@@ -198,6 +204,6 @@ def score_group(group: Group, score: ScoreFn) -> tuple[Group, bool]:
 def answer_digests(group: Group) -> list[str]:
     """One per trajectory, equal for equal answers to the same problem, whoever signed them."""
     return [
-        digest_prompt("\0".join([group.problem.id, *(s.text for s in t.segments)])).hex()[:16]
+        digest_prompt("\0".join([group.problem.id, group.problem.prompt, *(s.text for s in t.segments)])).hex()[:16]
         for t in group.trajectories
     ]

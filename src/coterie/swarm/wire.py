@@ -184,7 +184,7 @@ def encode_group(
         seq=seq,
         sent_ms=sent_ms,
         trajectories=rows,
-        statement=_statement(group.problem) if state and group.problem.id.startswith(STATED) else None,
+        statement=statement_of(group.problem) if state else None,
     )
     return sign_body(body, identity, swarm)
 
@@ -292,7 +292,10 @@ def _decompress(data: bytes, limits: Limits) -> bytes:
         raise WireError("format", f"not a zstd frame: {e}", signed=True) from e
 
 
-def _statement(problem: Problem) -> Statement:
+def statement_of(problem: Problem) -> Statement | None:
+    """What a receiver without the file needs; None for a problem that can be made from its id."""
+    if not problem.id.startswith(STATED):
+        return None
     question = problem.metadata["question"]
     return Statement(question, problem.prompt.removeprefix(question), problem.reference or "", problem.verifier)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from coterie.errors import UserError
 
+MAX_WEIGHT = 1000.0  # of one verifier in a sum: what is larger can only be a mistake, or meant to overflow
 VERIFIERS = ("exact", "numeric", "math", "code", "task", "task_partial", "format")
 
 
@@ -37,7 +37,7 @@ def parts(verifier: str) -> tuple[tuple[str, float], ...]:
         except ValueError as e:
             raise UserError(f"verifier {verifier!r}: {weight!r} is not a weight") from e
     if not all(_is_weight(w) for _, w in out):
-        raise UserError(f"verifier {verifier!r}: weights must be finite and positive")
+        raise UserError(f"verifier {verifier!r}: weights must be above 0 and at most {MAX_WEIGHT:g}")
     return tuple(out)
 
 
@@ -52,4 +52,4 @@ def check_verifier(verifier: str, where: str, custom: Collection[str] = ()) -> N
 
 
 def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_WEIGHT
