@@ -33,7 +33,7 @@ def _tasks(cfg: Config) -> Iterator[str]:
 
 
 def _loss_and_engine(cfg: Config) -> Iterator[str]:
-    if cfg.loss.c_min > cfg.loss.c_max:
+    if cfg.helpers.roles and cfg.loss.external_loss == "aipo" and cfg.loss.c_min > cfg.loss.c_max:
         yield (
             f"loss.c_min = {cfg.loss.c_min:g} is above loss.c_max = {cfg.loss.c_max:g}: no coefficient is both; lower "
             "loss.c_min or raise loss.c_max"
@@ -66,21 +66,17 @@ def _helpers(cfg: Config) -> Iterator[str]:
 
 def _swarm(cfg: Config) -> Iterator[str]:
     swarm = cfg.swarm
-    if swarm.peer_groups > swarm.pool:
+    if swarm.exchange != "none" and swarm.peer_groups > swarm.pool:
         yield (
             f"swarm.peer_groups = {swarm.peer_groups} is above swarm.pool = {swarm.pool}: so many groups never wait to be "
             "used; raise swarm.pool"
         )
-    for name, most in (("per_peer", swarm.per_peer), ("per_task", swarm.per_task)):
-        if most > swarm.peer_groups > 0:
-            yield (
-                f"swarm.{name} = {most} limits nothing: an update takes swarm.peer_groups = {swarm.peer_groups} groups in "
-                f"all; lower swarm.{name} (to {swarm.peer_groups} for no limit) or raise swarm.peer_groups"
-            )
-    if swarm.exchange != "none" and cfg.rollout.group_size > swarm.max_trajectories:
+    if swarm.exchange != "none" and swarm.share != "nothing" and cfg.rollout.group_size > swarm.max_trajectories:
         yield (
             f"swarm.max_trajectories = {swarm.max_trajectories} is below rollout.group_size = {cfg.rollout.group_size}: "
             "nodes with these settings would refuse each other's groups; raise swarm.max_trajectories"
         )
+    if swarm.send_problems and swarm.share == "nothing":
+        yield "swarm.send_problems sends nothing with swarm.share = 'nothing'; set share to informative or all"
     if bool(swarm.tls_certificate) != bool(swarm.tls_key):
         yield "swarm.tls_certificate and swarm.tls_key belong together: set both or none"

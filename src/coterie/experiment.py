@@ -26,6 +26,7 @@ from coterie.config import Section
 from coterie.console import say
 from coterie.curves import AXES, Axis, at_same, record
 from coterie.errors import CoterieError, UserError
+from coterie.interrupts import sigterm_interrupts
 from coterie.rundir import dumps, write_atomic
 from coterie.stats import compare_paired, holm, mean_interval
 
@@ -147,7 +148,14 @@ def run_experiment(path: Path, out: Path, jobs: int, only: Sequence[str] = ()) -
     spec = load_experiment(path)
     if unknown := [a for a in only if a not in spec.arms]:
         raise UserError(f"experiment {path}: no arm {unknown[0]!r}; there are {', '.join(spec.arms)}")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"experiment: --out {out} is a file; name a directory")
     out.mkdir(parents=True, exist_ok=True)
+    with sigterm_interrupts():
+        return _run(path, spec, out, jobs, only)
+
+
+def _run(path: Path, spec: Experiment, out: Path, jobs: int, only: Sequence[str]) -> Path:
     if spec.kind == "parallel":
         if only:
             raise UserError(f"experiment {path}: --arms is for experiments of single runs; here the arms are compared")
@@ -158,11 +166,25 @@ def run_experiment(path: Path, out: Path, jobs: int, only: Sequence[str] = ()) -
         write_atomic(out / "results.jsonl", "".join(dumps(r) + "\n" for r in found))
         write_atomic(out / "table.md", tables(spec, found))
         return out / "table.md"
+    _check_settings(spec, out)
     _make_base(spec, out)
     grid = [_job(spec, out, arm, seed) for seed in spec.seeds for arm in spec.arms]
     _write_results(spec, out)
     _run_all([j for j in grid if not j.done and (not only or j.arm in only)], spec, out, jobs)
     return out / "table.md"
+
+
+def _check_settings(spec: Experiment, out: Path) -> None:
+    """Raises UserError if ``out`` holds runs with other settings than the file's: they would pass for its own."""
+    written = {arm: _configs(spec, arm, out) for arm in spec.arms if (out / "runs" / arm).is_dir()}
+    if spec.base and (out / "base").is_dir():
+        written["base"] = {out / "configs" / "base.toml": tomli_w.dumps(spec.base)}
+    for arm, files in written.items():
+        for file, text in files.items():
+            if file.is_file() and file.read_text(encoding="utf-8") != text:
+                raise UserError(
+                    f"experiment: {out} holds runs of {arm!r} with other settings (see {file}); give another --out"
+                )
 
 
 def _write_results(spec: Experiment, out: Path) -> None:
@@ -214,12 +236,19 @@ def _start(job: Job, spec: Experiment, out: Path) -> subprocess.Popen[bytes]:
 
 def _write_config(spec: Experiment, arm: str, out: Path) -> Path:
     """The config of an arm, and beside it what its simulated swarm has of its own."""
+    files = _configs(spec, arm, out)
+    for file, text in files.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return next(iter(files))
+
+
+def _configs(spec: Experiment, arm: str, out: Path) -> dict[Path, str]:
     config = out / "configs" / f"{arm}.toml"
-    config.parent.mkdir(exist_ok=True)
-    config.write_text(tomli_w.dumps(from_base(spec.settings(arm), spec, out)), encoding="utf-8")
-    own = tomli_w.dumps(spec.arms[arm].get("simulation", {}))
-    config.with_suffix(".simulation.toml").write_text(own, encoding="utf-8")
-    return config
+    return {
+        config: tomli_w.dumps(from_base(spec.settings(arm), spec, out)),
+        config.with_suffix(".simulation.toml"): tomli_w.dumps(spec.arms[arm].get("simulation", {})),
+    }
 
 
 def _make_base(spec: Experiment, out: Path) -> None:
@@ -270,6 +299,12 @@ def table(spec: Experiment, records: Sequence[dict[str, Any]]) -> str:
     """Markdown: arms with means and 95% intervals over seeds, then paired comparisons with Holm's correction."""
     arms = list(dict.fromkeys(r["arm"] for r in records))
     of = {a: {r["seed"]: r for r in records if r["arm"] == a} for a in arms}
+    needed = [(a, spec.metric) for a in arms]
+    needed += [(a, c.metric or spec.metric) for c in spec.compare for a in (c.first, c.second) if a in of]
+    for a, metric in needed:
+        if without := next((r for r in of[a].values() if metric not in r["end"]), None):
+            there = ", ".join(sorted(without["end"]))
+            raise UserError(f"experiment: the last evaluation of {a} has no metric {metric!r}; it has {there}")
     titles = ("arm", "start", f"{spec.metric} at the end", "95% interval", "gain", "own reward, last tenth")
     lines = [spec.question, "", *_header(*titles, *(f"{m} (start)" for m in spec.also), "generated tokens", "seeds")]
     for a in arms:

@@ -1,9 +1,14 @@
 """Experiments: arms x seeds as ordinary runs, resumed where they stopped, with tables from raw records."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
+from swarm_processes import wait_for
 
 from coterie.config import config_from_dict
 from coterie.errors import CoterieError, UserError
@@ -173,3 +178,55 @@ def test_an_experiment_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run_experiment(Path("mine"), tmp_path / "out", 1)
     with pytest.raises(UserError, match=r"experiment yours: no such file, and none of \./experiments: mine"):
         run_experiment(Path("yours"), tmp_path / "out", 1)
+
+
+def _small(tmp_path: Path, **changes: Any) -> Path:
+    spec = {
+        "question": "?",
+        "seeds": [0],
+        "config": {
+            "steps": 1,
+            "threads": 1,
+            "tasks": {"count_bits": {"params": {"max_n": 1023}}},
+            "rollout": {"problems": 2, "group_size": 4, "max_new_tokens": 16},
+            "eval": {"every": 0, "problems": 2, "samples": 1},
+        },
+        "arms": {"a": {}},
+    } | changes
+    path = tmp_path / "e.toml"
+    path.write_text(tomli_w.dumps(spec))
+    return path
+
+
+def test_a_folder_with_runs_of_other_settings_is_refused(tmp_path: Path) -> None:
+    """Their results would pass for those of this file; and a metric that no run has is named before anything is lost."""
+    out = tmp_path / "out"
+    run_experiment(_small(tmp_path), out, 1)
+    before = (out / "table.md").read_text()
+    with pytest.raises(UserError, match=r"holds runs of 'a' with other settings .*give another --out"):
+        run_experiment(_small(tmp_path, arms={"a": {"steps": 2}}), out, 1)
+    with pytest.raises(UserError, match=r"of a has no metric 'eval/acuracy'; it has eval/accuracy"):
+        run_experiment(_small(tmp_path, metric="eval/acuracy"), out, 1)
+    assert (out / "table.md").read_text() == before
+    with pytest.raises(UserError, match="is a file; name a directory"):
+        run_experiment(_small(tmp_path), out / "table.md", 1)
+
+
+def test_a_terminated_experiment_leaves_no_run_behind(tmp_path: Path) -> None:
+    config = {"config": {"steps": 10_000, "threads": 1, "tasks": {"count_bits": {"params": {"max_n": 1023}}}}}
+    path, out = _small(tmp_path, **config), tmp_path / "out"
+    command = [sys.executable, "-m", "coterie.cli", "experiment", str(path), "--out", str(out), "--jobs", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        wait_for(lambda: bool(children(process.pid)), 60)
+        (run,) = children(process.pid)
+        process.terminate()
+        assert process.wait(30) != 0
+        wait_for(lambda: not Path(f"/proc/{run}").exists(), 20)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -75,20 +75,23 @@ def test_impossible_values_are_refused(flag):
 
 
 ASK = ["--helpers.roles.verify={backend='scripted',table={'*'='x'},limit=2}", "--rollout.max_new_tokens", "300"]
+AIPO = ["--loss.external_loss", "aipo"]
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--loss.c_min", "0.6", "--loss.c_max", "0.5"], r"loss\.c_min = 0\.6 is above loss\.c_max = 0\.5"),
+        (
+            [*ASK, *AIPO, "--loss.c_min", "0.6", "--loss.c_max", "0.5"],
+            r"loss\.c_min = 0\.6 is above loss\.c_max = 0\.5",
+        ),
         ([*ASK, "--helpers.total_limit", "1"], r"verify\.limit = 2 is above helpers\.total_limit = 1"),
         (
             [*ASK, "--helpers.feedback_tokens", "225"],
             r"a reply takes up to helpers\.feedback_tokens = 225 tokens and 75",
         ),
-        (["--swarm.pool", "3"], r"swarm\.peer_groups = 4 is above swarm\.pool = 3"),
-        (["--swarm.per_peer", "5"], r"swarm\.per_peer = 5 limits nothing"),
-        (["--swarm.per_task", "5"], r"swarm\.per_task = 5 limits nothing"),
+        (["--swarm.exchange", "local", "--swarm.pool", "3"], r"swarm\.peer_groups = 4 is above swarm\.pool = 3"),
+        (["--swarm.send_problems", "true", "--swarm.share", "nothing"], r"send_problems sends nothing"),
         (
             ["--swarm.exchange", "local", "--rollout.group_size", "65"],
             r"max_trajectories = 64 is below rollout.group_size",
@@ -106,7 +109,11 @@ def test_settings_that_contradict_each_other_are_refused_in_one_line(flags, word
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--loss.c_min", "0.5", "--loss.c_max", "0.5"],
+        [*ASK, *AIPO, "--loss.c_min", "0.5", "--loss.c_max", "0.5"],
+        ["--loss.c_max", "0.1"],  # below the default c_min, which only helpers' tokens under aipo use
+        ["--swarm.pool", "3"],  # no swarm
+        ["--swarm.exchange", "local", "--rollout.group_size", "65", "--swarm.share", "nothing"],
+        ["--swarm.exchange", "local", "--swarm.peer_groups", "2", "--swarm.per_peer", "4"],
         [*ASK, "--helpers.total_limit", "2", "--helpers.feedback_tokens", "224"],
         ["--helpers.feedback_tokens", "500", "--helpers.total_limit", "1"],  # nobody to ask
         ["--swarm.pool", "4", "--swarm.per_peer", "4", "--swarm.per_task", "4"],

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from coterie.config import Config
 from coterie.errors import CoterieError, UserError
+from coterie.interrupts import sigterm_interrupts
 from coterie.parallel.plan import Job, finished, gpus
 from coterie.rundir import write_atomic
 
@@ -128,7 +128,7 @@ def _here(todo: Sequence[Job], folder: Path, cfg: Config, workers: int, note: No
         finally:
             free.put(place)
 
-    with ThreadPoolExecutor(workers, "coterie-expert") as pool, _ended_by_signals(processes):
+    with ThreadPoolExecutor(workers, "coterie-expert") as pool, sigterm_interrupts(processes.close):
         try:
             for done in as_completed([pool.submit(work, j) for j in todo]):
                 try:
@@ -138,24 +138,6 @@ def _here(todo: Sequence[Job], folder: Path, cfg: Config, workers: int, note: No
         finally:
             processes.close()
     return errors
-
-
-@contextmanager
-def _ended_by_signals(processes: Processes) -> Iterator[None]:
-    """SIGTERM ends the children too (an interrupt from the keyboard reaches them by itself)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: Any) -> None:
-        processes.close()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _on_ray(todo: Sequence[Job], folder: Path, cfg: Config, note: Note) -> list[str]:
