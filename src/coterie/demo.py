@@ -67,7 +67,11 @@ def demo(run_dir: Path, seed: int) -> None:
     )
     start = time.monotonic()
     workers = _start(run_dir, seed)
-    with Live(console=console, refresh_per_second=2, transient=True) if console.is_terminal else _Plain() as live:
+    with (
+        Live(console=console, refresh_per_second=2, transient=True)
+        if console.is_terminal
+        else _Plain(console, run_dir) as live
+    ):
         while any(w.is_alive() for w in workers.values()):
             live.update(_table(run_dir))
             time.sleep(0.5)
@@ -101,7 +105,10 @@ def _arm(run_dir: Path, arm: str, seed: int) -> None:
 
 
 class _Plain:
-    """Nothing live where output is piped; the finished table is printed at the end."""
+    """Where output is piped: a line for every new row; the finished table is printed at the end."""
+
+    def __init__(self, console: Console, run_dir: Path) -> None:
+        self._console, self._run_dir, self._said = console, run_dir, {arm: 0 for arm in ARMS}
 
     def __enter__(self) -> _Plain:
         return self
@@ -110,7 +117,10 @@ class _Plain:
         pass
 
     def update(self, table: Table) -> None:
-        pass
+        for arm, said in self._said.items():
+            for row in _rows(self._run_dir / arm)[said:]:
+                self._said[arm] += 1
+                self._console.print(f"{arm}: step {row.step}/{STEPS}, held-out {row.values['eval/accuracy']:.3f}")
 
 
 @dataclass(frozen=True)

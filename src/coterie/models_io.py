@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -59,6 +60,16 @@ def locate(name: str) -> str:
     if looks_like_path and "/" in name:
         raise UserError(f"model {name}: no such folder")
     return name
+
+
+def context_of(name: str) -> int | None:
+    """Positions that a model's own config allows; None where it does not say, or lies in no folder here."""
+    folder = Path(locate(name)) if name == "tiny" or Path(name).expanduser().is_dir() else None
+    if folder is None:
+        return None
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = config.get("text_config", config).get("max_position_embeddings")
+    return int(found) if found is not None else None
 
 
 def load_model(name: str, device: torch.device) -> Any:

@@ -21,7 +21,7 @@ from coterie.errors import CoterieError, UserError
 from coterie.helpers.mixing import solo_count
 from coterie.helpers.roles import build_helpers, check_roles
 from coterie.merging.crosstime import UpdateLog
-from coterie.models_io import locate
+from coterie.models_io import context_of, locate
 from coterie.policy import Policy
 from coterie.rng import derive
 from coterie.rundir import RunDir
@@ -29,6 +29,7 @@ from coterie.sft import SupervisedTrainer, worked_answers
 from coterie.swarm.build import check_swarm, open_link, open_node, training_problems
 from coterie.swarm.likelihood import own_logprobs
 from coterie.swarm.memory import MemoryHub
+from coterie.swarm.node import SwarmNode
 from coterie.tasks.reasoning_gym import Records, record
 from coterie.tasks.scoring import Scorer
 from coterie.tasks.taskset import build_tasks
@@ -63,6 +64,12 @@ def check(cfg: Config) -> None:
         )
     if distributed.world() > 1:
         distributed.check(cfg)
+    limit = context_of(cfg.model.name)
+    if limit is not None and cfg.rollout.max_new_tokens >= limit:
+        raise UserError(
+            f"config: rollout.max_new_tokens = {cfg.rollout.max_new_tokens} leaves no room for a prompt in the context of "
+            f"model {cfg.model.name} ({limit} tokens); lower it"
+        )
     _check_helpers(cfg)
     check_swarm(cfg)
     if cfg.method == "sft":
@@ -175,6 +182,8 @@ class Run:
             every = max(1, cfg.steps // 20)
             self._console = stack.enter_context(RunConsole(cfg.steps, quiet=quiet or not leads, every=every))
             resume(self.trainer, self.dir, self._console)
+            if isinstance(self.trainer.node, SwarmNode):
+                self._console.note(f"swarm: this node is {self.trainer.node.identity.name}")
             self._updates: UpdateLog | None = None
             if width := cfg.parallel.log_updates:
                 self._updates = UpdateLog(self.dir.path, width, self.trainer.policy)
