@@ -64,16 +64,16 @@ def check(cfg: Config) -> None:
         )
     if distributed.world() > 1:
         distributed.check(cfg)
+    _check_helpers(cfg)
+    check_swarm(cfg)
+    if cfg.method == "sft":
+        worked_answers(cfg.sft.answers)
     limit = context_of(cfg.model.name)
     if limit is not None and cfg.rollout.max_new_tokens >= limit:
         raise UserError(
             f"config: rollout.max_new_tokens = {cfg.rollout.max_new_tokens} leaves no room for a prompt in the context of "
             f"model {cfg.model.name} ({limit} tokens); lower it"
         )
-    _check_helpers(cfg)
-    check_swarm(cfg)
-    if cfg.method == "sft":
-        worked_answers(cfg.sft.answers)
 
 
 def _check_helpers(cfg: Config) -> None:

@@ -234,3 +234,13 @@ def test_report_into_a_missing_folder_is_one_line(tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     code, err = run(["report", "run", "--out", "no/where/x.html"], capsys, monkeypatch)
     assert code == 1 and "cannot write" in err and "Traceback" not in err
+
+
+def test_answers_that_fill_the_whole_context_are_refused_before_the_model_is_loaded(tmp_path, capsys, monkeypatch):
+    (tmp_path / "c.toml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    code, err = run(["train", "c.toml", "--dry-run", "--rollout.max_new_tokens", "256"], capsys, monkeypatch)
+    assert (
+        code == 2
+        and "max_new_tokens = 256 leaves no room for a prompt in the context of model tiny (256 tokens)" in err
+    )

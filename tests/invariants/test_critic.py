@@ -214,6 +214,7 @@ def test_the_head_learns_to_tell_right_from_wrong_states() -> None:
 def test_helpers_tokens_have_no_advantage_so_options_that_need_one_are_refused() -> None:
     data = {
         "tasks": {"gcd": {}},
+        "model": {"name": "some/model"},
         "advantage": {"kind": "gae"},
         "rollout": {"max_new_tokens": 512},
         "helpers": {"roles": {"verify": {"backend": "scripted", "table": {"*": "ok"}}}},

@@ -20,7 +20,8 @@ from coterie.helpers.scripted import call_helper, table_helper
 from coterie.run import check
 from coterie.types import Consult, Group, Problem, Segment, Source, StopReason, Trajectory
 
-ROOM = {"rollout": {"max_new_tokens": 512}}  # for a question and its reply
+LARGE = {"name": "some/model"}  # whose context is not known before it is loaded
+ROOM = {"model": LARGE, "rollout": {"max_new_tokens": 512}}  # for a question and its reply
 REQUEST = HelperRequest("verify", "Q $query {x}", "1+1", "so $question", 16, 0)
 
 
@@ -181,6 +182,7 @@ def test_collapse_guard() -> None:
 def test_a_group_of_which_none_may_ask_is_refused(solo_min: int, group: int) -> None:
     data = {
         "tasks": {"gcd": {}},
+        "model": LARGE,
         "rollout": {"max_new_tokens": 512, "group_size": group},
         "helpers": {"solo_min": solo_min, "roles": {"verify": {"backend": "scripted", "table": {"*": "x"}}}},
     }
