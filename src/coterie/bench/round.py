@@ -49,10 +49,10 @@ class Case:
 
 
 CASES = {
-    "smollm2": Case("smollm2", 8, 8, 64, 8, 512, 2, recompute="mlp"),
+    "smollm2": Case("smollm2", 8, 8, 64, 8, 768, 2, recompute="mlp"),
     "smollm2-long-prompt": Case("smollm2", 2, 8, 32, 8, 1024, 2, prompt_words=320, recompute="mlp"),
     "smollm2-long-answer": Case("smollm2", 2, 8, 256, 8, 768, 2, story=True, recompute="mlp"),
-    "smollm2-quarter": Case("smollm2", 2, 8, 64, 8, 512, 2, recompute="mlp"),
+    "smollm2-quarter": Case("smollm2", 2, 8, 64, 8, 768, 2, recompute="mlp"),
     "tiny": Case("tiny", 9, 8, 64, 72, 16384, 1),
 }
 
