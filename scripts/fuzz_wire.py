@@ -39,19 +39,33 @@ with _instrumented():
     import swarm_kit as kit
 
     from coterie.swarm.access import Access
-    from coterie.swarm.wire import HEADER, MAGIC, Limits, WireError, _signed, read
+    from coterie.swarm.wire import HEADER, MAGIC, Limits, WireError, _signed, encode_group, read
+    from coterie.types import Group, Problem
 
 LIMITS = Limits(
     message_bytes=16_384, decompressed_bytes=65_536, trajectories=16, response_tokens=64, response_chars=4096
 )
 CAP = 4 * 1024 * 1024  # Python objects of a decoded message may take several times its bytes; far below any trouble
 EVIL = kit.person(66)
+
+
+def _stated() -> bytes:
+    """A group on a dataset's problem that its author states in full."""
+    problem = Problem(
+        "jsonl/0123456789ab#1", "mine", "what is 3+4? Say it.", "7", "exact", {"question": "what is 3+4?"}
+    )
+    rows = tuple(kit.trajectory(problem, t) for t in ("7", "8"))
+    group = Group("g", problem, EVIL.node_id, 0, kit.encoder().tokenizer_hash, rows)
+    return encode_group(group, EVIL, "swarm", seq=0, sent_ms=0, state=True).frame
+
+
 VECTORS = json.loads((Path(__file__).resolve().parents[1] / "tests/vectors/group_v1.json").read_text())
-FRAMES = [bytes.fromhex(v["frame"]) for v in VECTORS.values()]
+FRAMES = [bytes.fromhex(v["frame"]) for v in VECTORS.values()] + [_stated()]
 RAWS = [zstandard.decompress(f[HEADER:]) for f in FRAMES]
 _PACK = zstandard.ZstdCompressor(level=1, write_content_size=True)
 _OPEN = Access("swarm")
 _REBUILD = kit.rebuilder(LIMITS)
+_REBUILD.trusted = frozenset([EVIL.node_id])  # what nobody else may do is tried too
 
 
 def sealed(body: bytes) -> bytes:
