@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -67,13 +68,13 @@ def demo(run_dir: Path, seed: int) -> None:
     )
     start = time.monotonic()
     workers = _start(run_dir, seed)
-    with (
-        Live(console=console, refresh_per_second=2, transient=True)
-        if console.is_terminal
-        else _Plain(console, run_dir) as live
-    ):
+    said = dict.fromkeys(ARMS, 0)
+    with Live(console=console, refresh_per_second=2, transient=True) if console.is_terminal else nullcontext() as live:
         while any(w.is_alive() for w in workers.values()):
-            live.update(_table(run_dir))
+            if live is not None:
+                live.update(_table(run_dir))
+            else:
+                _say_new_rows(console, run_dir, said)
             time.sleep(0.5)
     failed = [arm for arm, w in workers.items() if w.exitcode != 0]
     if failed:
@@ -104,23 +105,12 @@ def _arm(run_dir: Path, arm: str, seed: int) -> None:
     simulate(demo_config(run_dir, arm, seed), NODES)
 
 
-class _Plain:
-    """Where output is piped: a line for every new row; the finished table is printed at the end."""
-
-    def __init__(self, console: Console, run_dir: Path) -> None:
-        self._console, self._run_dir, self._said = console, run_dir, {arm: 0 for arm in ARMS}
-
-    def __enter__(self) -> _Plain:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def update(self, table: Table) -> None:
-        for arm, said in self._said.items():
-            for row in _rows(self._run_dir / arm)[said:]:
-                self._said[arm] += 1
-                self._console.print(f"{arm}: step {row.step}/{STEPS}, held-out {row.values['eval/accuracy']:.3f}")
+def _say_new_rows(console: Console, run_dir: Path, said: dict[str, int]) -> None:
+    """Where output is piped: a line for every new row. ``said``: how many of each arm have been."""
+    for arm in ARMS:
+        for row in _rows(run_dir / arm)[said[arm] :]:
+            said[arm] += 1
+            console.print(f"{arm}: step {row.step}/{STEPS}, held-out {row.values['eval/accuracy']:.3f}")
 
 
 @dataclass(frozen=True)

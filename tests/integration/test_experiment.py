@@ -212,9 +212,13 @@ def test_a_folder_with_runs_of_other_settings_is_refused(tmp_path: Path) -> None
         run_experiment(_small(tmp_path), out / "table.md", 1)
 
 
-def test_a_terminated_experiment_leaves_no_run_behind(tmp_path: Path) -> None:
-    config = {"config": {"steps": 10_000, "threads": 1, "tasks": {"count_bits": {"params": {"max_n": 1023}}}}}
-    path, out = _small(tmp_path, **config), tmp_path / "out"
+@pytest.mark.parametrize("kind", ["runs", "parallel"])
+def test_a_terminated_experiment_leaves_no_run_behind(tmp_path: Path, kind: str) -> None:
+    tasks = {"count_bits": {"params": {"max_n": 1023}}, "gcd": {}}
+    config = {"steps": 10_000, "threads": 1, "tasks": tasks}
+    if kind == "parallel":
+        config["parallel"] = {"experts": {"bits": ["count_bits"], "divisors": ["gcd"]}}
+    path, out = _small(tmp_path, kind=kind, config=config), tmp_path / "out"
     command = [sys.executable, "-m", "coterie.cli", "experiment", str(path), "--out", str(out), "--jobs", "1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
@@ -229,4 +233,5 @@ def test_a_terminated_experiment_leaves_no_run_behind(tmp_path: Path) -> None:
 
 
 def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Started by any of its threads."""
+    return [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]

@@ -151,8 +151,8 @@ def _on_ray(todo: Sequence[Job], folder: Path, cfg: Config, note: Note) -> list[
             ray.init(log_to_driver=False, include_dashboard=False)
         except Exception as e:  # whatever of sockets, processes and time-outs stops it
             raise CoterieError(f"Ray does not start ({e}); does RAY_ADDRESS name a cluster that runs?") from e
-    gpus = 1 if cfg.model.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= 1 else 0
-    task = ray.remote(num_cpus=todo[0].runs[0].threads, num_gpus=gpus, max_retries=cfg.parallel.retries)(remote_job)
+    each = 1 if cfg.model.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= 1 else 0
+    task = ray.remote(num_cpus=todo[0].runs[0].threads, num_gpus=each, max_retries=cfg.parallel.retries)(remote_job)
     waiting = {task.remote(j, str(folder), cfg.parallel.retries): j for j in todo}
     errors = []
     while waiting:

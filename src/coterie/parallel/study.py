@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +25,7 @@ from coterie.config import Config, config_from_dict
 from coterie.console import say
 from coterie.errors import CoterieError, UserError
 from coterie.models import folder_of
+from coterie.parallel.jobs import Processes
 from coterie.parallel.plan import adapt_job, baseline_jobs, expert_jobs, finished, model_of
 from coterie.parallel.stages import merge_experts
 from coterie.rundir import dumps, write_atomic
@@ -212,12 +211,14 @@ def run_study(file: Path, spec: Experiment, out: Path, jobs: int) -> list[dict[s
         log = out / f"seed-{seed}.log"
         say(f"seed {seed}: experts, baselines and merges of {', '.join(arms)} (log: {log})")
         command = [sys.executable, "-m", "coterie.parallel.study", str(file), str(out), str(seed)]
-        with open(log, "ab") as to:
-            code = subprocess.run(command, stdout=to, stderr=to, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
-        return f"seed {seed} failed; see {log}" if code else ""
+        return f"seed {seed} failed; see {log}" if processes.run(command, log, threads=1) else ""
 
+    processes = Processes()
     with ThreadPoolExecutor(jobs) as pool:
-        failed = [text for text in pool.map(one, spec.seeds) if text]
+        try:
+            failed = [text for text in pool.map(one, spec.seeds) if text]
+        finally:
+            processes.close()
     if failed:
         raise CoterieError("experiment: " + "; ".join(failed))
     return [r for seed in spec.seeds for a in arms for r in _read(_record(out, a, seed))]
