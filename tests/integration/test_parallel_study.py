@@ -54,10 +54,6 @@ parallel.baselines = []
 """
 
 
-class Failed:
-    returncode = 1
-
-
 @pytest.mark.slow
 def test_a_small_study_trains_every_run_once_scores_every_merge_and_goes_on_where_it_was(tmp_path: Path) -> None:
     file, out = tmp_path / "e.toml", tmp_path / "out"
@@ -95,7 +91,7 @@ def test_a_small_study_trains_every_run_once_scores_every_merge_and_goes_on_wher
 def test_a_folder_of_other_settings_is_refused_and_more_seeds_are_not(tmp_path: Path, monkeypatch, capsys) -> None:
     started = []
     monkeypatch.setattr(
-        "coterie.parallel.study.subprocess.run", lambda command, **_: started.append(command[-1]) or Failed
+        "coterie.parallel.study.Processes.run", lambda self, command, *_, **__: started.append(command[-1]) or 1
     )
     file, out = tmp_path / "e.toml", tmp_path / "out"
     for text in (SPEC, SPEC.replace("seeds = [7]", "seeds = [7, 17]")):
