@@ -324,7 +324,3 @@ def _ints(text: str, flag: str) -> list[int]:
     if not values or min(values) < 1:
         raise UserError(f"{flag} {text}: expected whole numbers from 1, separated by commas, such as 1,8")
     return values
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Several processes train one policy: weights, gradients and moments in shards (PyTorch's FSDP2), one loop in step.
 
-    torchrun --nproc-per-node 2 -m coterie.cli train my.toml
+    torchrun --nproc-per-node 2 -m coterie train my.toml
 
 Every process runs the same loop. What they share out is the work: each samples its part of the prompts and computes its
 micro-batches; what they learn is the same, because a batch's normalisers are those of the whole batch and gradients are

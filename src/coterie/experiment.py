@@ -106,7 +106,7 @@ class Job:
 
     def command(self, config: Path) -> list[str]:
         if self.nodes == 1:
-            args = ["coterie.cli", "train", str(config), "--seed", str(self.seed)]
+            args = ["coterie", "train", str(config), "--seed", str(self.seed)]
         else:  # node i of a swarm has its seed plus i: far enough apart that no two swarms share a node's problems
             swarm = ["--nodes", str(self.nodes), "--simulation", str(config.with_suffix(".simulation.toml"))]
             args = ["coterie.simulate", str(config), *swarm, "--seed", str(NODE_SEEDS * self.seed)]
@@ -259,7 +259,7 @@ def _make_base(spec: Experiment, out: Path) -> None:
     say(f"making the base, from whose model all arms start (log: {out / 'base.log'})")
     config.parent.mkdir(exist_ok=True)
     config.write_text(tomli_w.dumps(spec.base), encoding="utf-8")
-    command = [sys.executable, "-m", "coterie.cli", "train", str(config), "--run_dir", str(folder)]
+    command = [sys.executable, "-m", "coterie", "train", str(config), "--run_dir", str(folder)]
     with open(out / "base.log", "ab") as log:
         done = subprocess.run(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode != 0:

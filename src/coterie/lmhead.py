@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coterie.cpu_linear import even_rows, product
+from coterie.memory import gradient_there
 
 CHUNK_ELEMENTS = 1 << 21  # logits held at once (8 MiB in float32)
 CPU_BLOCK = 2048  # of the vocabulary, so that a block stays in the processor's cache; a GPU takes all of it
@@ -94,8 +95,7 @@ class _TokenLogprobs(torch.autograd.Function):
         scale = grad[:, None] if cold is None else grad[:, None] * cold  # [N, 1]
         # d = scale (onehot(y) - p): the first part row by row here, the second block by block below.
         d_hidden = torch.zeros(hidden.shape, device=hidden.device) if need_hidden else None  # [N, D]
-        # Micro-batches after the first add to the gradient that is there: one [V, D] less while activations are held.
-        there = weight.grad if weight.is_leaf and weight.dtype == torch.float32 else None  # [V, D]
+        there = gradient_there(weight)  # [V, D]
         d_weight = (torch.zeros_like(weight, dtype=torch.float32) if there is None else there) if need_weight else None
         d_bias = torch.zeros_like(bias) if need_bias else None  # [V]
         with torch.autocast(hidden.device.type, enabled=False):

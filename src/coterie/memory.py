@@ -1,9 +1,12 @@
-"""Freed memory, handed back to the system where that is worth its time."""
+"""Memory of large models: freed parts handed back to the system, and one tensor fewer for the vocabulary's gradient."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
+
+import torch
+from torch import Tensor
 
 _LARGE = 50_000_000  # parameters; below, what lies about is small and the calls would be felt
 
@@ -18,3 +21,9 @@ def hand_back(model: Any) -> None:
     parameters = list(model.parameters())
     if trim is not None and parameters[0].device.type == "cpu" and sum(p.numel() for p in parameters) >= _LARGE:
         trim(0)
+
+
+def gradient_there(weight: Tensor) -> Tensor | None:
+    """What earlier micro-batches left in ``weight.grad``, if a backward pass may add to it itself, in float32: then no
+    second tensor of the vocabulary's size is made, and autograd gets None."""
+    return weight.grad if weight.is_leaf and weight.dtype == torch.float32 else None

@@ -7,7 +7,7 @@ of an MLP's last product from its two halves. Computing just those again takes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,46 +15,53 @@ import torch
 from torch import Tensor
 
 
-class _Again:
-    """Stands for a tensor until the backward pass; computed at its first use, dropped after its last."""
+class Again:
+    """Values that one function makes again, all at once: at the first use of any of them in the backward pass, under the
+    autocast of the forward pass. Each is dropped after its last use.
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
-        self.make = make
-        self.uses = 0
-        self.left = 0
-        self.value: Tensor | None = None
-
-    def get(self) -> Tensor:
-        if self.value is None:
-            with torch.no_grad():
-                self.value = self.make()
-            self.left = self.uses
-        value = self.value
-        self.left -= 1
-        if self.left == 0:
-            self.value = None
-        return value
-
-
-@contextmanager
-def not_kept(value: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
-    """Operations inside do not keep ``value`` for their backward pass; ``make()`` gives it again, bit for bit.
-
-    ``make`` must hold on only to what is kept anyway, never to ``value``.
+    ``make`` must hold on only to what is kept anyway, never to one of the values.
     """
-    same, again = _place(value), _Again(make)
 
-    def pack(t: Tensor) -> Any:
-        if _place(t) != same:
-            return t.detach()  # an output kept by its own operation would hold on to itself
-        again.uses += 1
-        return again
+    def __init__(self, make: Callable[[], Sequence[Tensor]], device: str) -> None:
+        self._make = make
+        self._autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        self._uses: list[int] = []  # of each value, by operations of the forward pass
+        self._left: list[int] = []  # of them in this backward pass
+        self._made: dict[int, Tensor] = {}
 
-    def unpack(t: Any) -> Tensor:
-        return t.get() if isinstance(t, _Again) else t
+    @contextmanager
+    def instead_of(self, *values: Tensor) -> Iterator[None]:
+        """Operations inside do not keep ``values``, the next ones of those that ``make`` gives, for their backward pass."""
+        places = {_place(v): i for i, v in enumerate(values, len(self._uses))}
+        self._uses += [0] * len(values)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+        def pack(t: Tensor) -> Any:
+            at = places.get(_place(t))
+            if at is None:
+                return t.detach()  # an output kept by its own operation would hold on to itself
+            self._uses[at] += 1
+            return at
+
+        def unpack(kept: Any) -> Tensor:
+            return kept if isinstance(kept, Tensor) else self._get(kept)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _get(self, at: int) -> Tensor:
+        if at not in self._made:
+            device, dtype, on = self._autocast
+            with torch.no_grad(), torch.autocast(device, dtype, enabled=on):
+                made = self._make()
+            self._left = list(self._uses)
+            self._made = {i: v for i, v in enumerate(made) if self._left[i]}
+        self._left[at] -= 1
+        return self._made[at] if self._left[at] else self._made.pop(at)
+
+
+def not_kept(value: Tensor, make: Callable[[], Tensor]) -> Any:
+    """Operations inside do not keep ``value`` for their backward pass; ``make()`` gives it again, bit for bit."""
+    return Again(lambda: [make()], value.device.type).instead_of(value)
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from coterie.config import Recompute
 from coterie.cpu_linear import even_rows, linear
-from coterie.memory import hand_back
+from coterie.memory import gradient_there, hand_back
 from coterie.packing import Packed
-from coterie.recompute import not_kept
+from coterie.recompute import Again, not_kept
 from coterie.rectangles import Grid, Rectangle
 
 _Keeping = Callable[[Tensor, Callable[[], Tensor]], AbstractContextManager[None]]
@@ -36,7 +36,7 @@ FAMILY = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
 
 def packed_hidden(model: Any, packed: Packed, checkpoint: Recompute = "none") -> Tensor:
     """[n, D] last hidden states of ``model`` (the inner model, without output head) for every packed token."""
-    x = model.embed_tokens(packed.ids)  # [n, D]
+    x = _embedded(model.embed_tokens, packed.ids)  # [n, D]
     spare = even_rows(x) - len(x)  # rows of zeros at the end, which nothing attends to
     x = F.pad(x, (0, 0, 0, spare))  # [N, D]
     cos, sin = model.rotary_emb(x, F.pad(packed.positions, (0, spare))[None])  # [1, N, d]
@@ -69,9 +69,7 @@ def layer_forward(
     if checkpoint == "layer":
         return checkpointed(_layer, layer, x, rope, packed, masks, use_reentrant=False)  # type: ignore[no-any-return]
     x = _attend(layer, x, rope, packed, masks, not_kept)
-    if checkpoint == "mlp":
-        return checkpointed(_mlp, layer, x, _kept, use_reentrant=False)  # type: ignore[no-any-return]
-    return _mlp(layer, x, not_kept)
+    return _mlp_of_input(layer, x) if checkpoint == "mlp" else _mlp(layer, x, not_kept)
 
 
 def _layer(layer: Any, x: Tensor, rope: tuple[Tensor, Tensor], packed: Packed, masks: Masks) -> Tensor:
@@ -99,6 +97,25 @@ def _mlp(layer: Any, x: Tensor, spare: _Keeping) -> Tensor:
         gate, up = linear(mlp.gate_proj, h), linear(mlp.up_proj, h)  # [N, F] twice
     inner = _swiglu(gate, up)  # [N, F]
     with spare(inner, partial(_swiglu, gate.detach(), up.detach())):
+        return x + linear(mlp.down_proj, inner)
+
+
+def _mlp_of_input(layer: Any, x: Tensor) -> Tensor:
+    """The same, keeping only ``x``; but for the last product, the backward pass computes all of it again."""
+
+    def insides(x: Tensor) -> tuple[Tensor, ...]:
+        h = _norm(layer.post_attention_layernorm, x)  # [N, D]
+        gate, up = linear(mlp.gate_proj, h), linear(mlp.up_proj, h)  # [N, F] twice
+        return h, gate, up, _swiglu(gate, up)
+
+    mlp = layer.mlp
+    again = Again(partial(insides, x.detach()), x.device.type)
+    h = _norm(layer.post_attention_layernorm, x)  # [N, D]
+    with again.instead_of(h):
+        gate, up = linear(mlp.gate_proj, h), linear(mlp.up_proj, h)  # [N, F] twice
+    with again.instead_of(gate, up):
+        inner = _swiglu(gate, up)  # [N, F]
+    with again.instead_of(inner):
         return x + linear(mlp.down_proj, inner)
 
 
@@ -189,6 +206,15 @@ def _additive(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
+def _embedded(module: Any, ids: Tensor) -> Tensor:
+    """``module(ids)`` [n, D]; gradients of a plain table go straight to its rows."""
+    plain = type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+    if not plain or module.sparse or module._forward_hooks:
+        return module(ids)  # type: ignore[no-any-return]
+    out: Tensor = _Embedding.apply(module.weight, ids, module.padding_idx)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
     return out
@@ -202,6 +228,26 @@ def _norm(norm: Any, x: Tensor) -> Tensor:
 def _cells(x: Tensor, grid: Grid, d: int) -> Tensor:
     out: Tensor = _Cells.apply(x, grid)  # type: ignore[no-untyped-call]
     return out.view(*grid.shape, x.shape[1] // d, d)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows ``ids [n]`` of a table; no gradient for ``padding``, as in the library's."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(table, ids)
+        ctx.padding = padding
+        return table.index_select(0, ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        table, ids = ctx.saved_tensors
+        if ctx.padding is not None:
+            grad = grad.masked_fill((ids == ctx.padding)[:, None], 0.0)  # [n, D]
+        if (there := gradient_there(table)) is not None:
+            there.index_add_(0, ids, grad)
+            return None, None, None
+        return torch.zeros_like(table).index_add_(0, ids, grad), None, None
 
 
 class _Cells(torch.autograd.Function):

@@ -126,7 +126,7 @@ def test_torchrun_resumes_and_a_single_process_goes_on_from_its_checkpoint(tmp_p
         "--master-port",
         str(free_port()),
     ]
-    train = ["-m", "coterie.cli", "train", "c.toml", "--run_dir", "run", "--steps"]
+    train = ["-m", "coterie", "train", "c.toml", "--run_dir", "run", "--steps"]
     for launcher, steps in ((torchrun, "2"), (torchrun, "3"), ([sys.executable], "4")):
         done = subprocess.run([*launcher, *train, steps], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

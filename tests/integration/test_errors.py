@@ -156,7 +156,7 @@ def test_dry_run_refuses_what_the_run_would_refuse(name, tmp_path, capsys, monke
 def test_no_disk_is_one_line_and_earlier_work_is_kept(tmp_path):
     """A file-size limit stands in for a full disk: the first write beyond it fails in the same place."""
     (tmp_path / "c.toml").write_text(BASE)
-    command = [sys.executable, "-m", "coterie.cli", "train", "c.toml", "--run_dir", "run"]
+    command = [sys.executable, "-m", "coterie", "train", "c.toml", "--run_dir", "run"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=600).returncode == 0
 
     def limit() -> None:
@@ -218,7 +218,7 @@ def test_odd_dataset_lines_name_file_and_line(line, tmp_path, capsys, monkeypatc
 def test_checkpoints_that_cannot_be_read_stop_the_run_and_nothing_is_thrown_away(tmp_path, capsys, monkeypatch):
     (tmp_path / "c.toml").write_text(BASE)
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "coterie.cli", "train", "c.toml", "--run_dir", "run"]
+    command = [sys.executable, "-m", "coterie", "train", "c.toml", "--run_dir", "run"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=600).returncode == 0
     for step in (1, 2):
         (tmp_path / "run" / "checkpoints" / f"step_{step:06d}" / "weights.safetensors").write_bytes(b"x")

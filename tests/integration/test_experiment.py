@@ -219,7 +219,7 @@ def test_a_terminated_experiment_leaves_no_run_behind(tmp_path: Path, kind: str)
     if kind == "parallel":
         config["parallel"] = {"experts": {"bits": ["count_bits"], "divisors": ["gcd"]}}
     path, out = _small(tmp_path, kind=kind, config=config), tmp_path / "out"
-    command = [sys.executable, "-m", "coterie.cli", "experiment", str(path), "--out", str(out), "--jobs", "1"]
+    command = [sys.executable, "-m", "coterie", "experiment", str(path), "--out", str(out), "--jobs", "1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         wait_for(lambda: bool(children(process.pid)), 60)

@@ -61,7 +61,7 @@ def start(folder: Path) -> "subprocess.Popen[str]":
     command = [
         sys.executable,
         "-m",
-        "coterie.cli",
+        "coterie",
         "parallel",
         str(folder / "c.toml"),
         "--run_dir",

@@ -57,7 +57,7 @@ def parallel(folder: Path, backend: str, sockets: str) -> subprocess.CompletedPr
     (folder / "c.toml").write_text(CONFIG)
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     env |= {"RAY_TMPDIR": sockets, "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "coterie.cli", "parallel", "c.toml", "--backend", backend, "--run_dir", backend]
+    command = [sys.executable, "-m", "coterie", "parallel", "c.toml", "--backend", backend, "--run_dir", backend]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1800)
 
 

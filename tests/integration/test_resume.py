@@ -35,7 +35,7 @@ samples = 2
 def start(tmp_path, name):
     config = tmp_path / "c.toml"
     config.write_text(CONFIG)
-    command = [sys.executable, "-m", "coterie.cli", "train", str(config), "--run_dir", str(tmp_path / name)]
+    command = [sys.executable, "-m", "coterie", "train", str(config), "--run_dir", str(tmp_path / name)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -145,7 +145,7 @@ def test_status_needs_to_know_where(tmp_path: Path) -> None:
 
 def test_the_relay_command_serves_until_it_is_told_to_stop() -> None:
     port = free_port()
-    command = [sys.executable, "-m", "coterie.cli", "swarm", "relay", "--listen", f"tcp/127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "coterie", "swarm", "relay", "--listen", f"tcp/127.0.0.1:{port}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == f"relay: listening on tcp/127.0.0.1:{port}\n"
     node = NetworkExchange("swarm", kit.person(1), (f"tcp/127.0.0.1:{port}",), wait_s=10)

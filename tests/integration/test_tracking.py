@@ -17,7 +17,7 @@ from coterie.rundir import read_jsonl
 def train(folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     (folder / "c.toml").write_text(SHORT)
     places = {"HOME": str(folder / "home"), "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "coterie.cli", "train", "c.toml", "--run_dir", "run", *flags]
+    command = [sys.executable, "-m", "coterie", "train", "c.toml", "--run_dir", "run", *flags]
     return subprocess.run(command, cwd=folder, env={**os.environ, **places, **env}, capture_output=True, text=True)
 
 

@@ -15,15 +15,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from coterie import trunk
 from coterie.batching import collate
-from coterie.config import ModelConfig
+from coterie.config import ModelConfig, OptimConfig, Recompute
 from coterie.cpu_linear import even_rows
 from coterie.forward import Forward, _probe_batch
 from coterie.policy import Policy
-from coterie.recompute import not_kept
+from coterie.recompute import Again, not_kept
 
 
-def _gradients(rank: int) -> dict[str, torch.Tensor]:
-    policy = Policy.load(ModelConfig(name="tiny", lora_rank=rank))
+def _gradients(rank: int, checkpoint: Recompute = "none", dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    policy = Policy.load(
+        ModelConfig(name="tiny", lora_rank=rank), optim=OptimConfig(activation_checkpointing=checkpoint)
+    )
+    policy.dtype = dtype or policy.dtype
     batch = _probe_batch(60, torch.device("cpu"))
     policy.backward(policy.logprobs(batch).logprobs.square().sum())
     return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
@@ -40,6 +43,43 @@ def test_gradients_are_the_same_bits_with_everything_kept(rank: int, monkeypatch
     monkeypatch.setattr(trunk, "not_kept", kept)
     for name, grad in _gradients(rank).items():
         assert torch.equal(less[name], grad), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpoint", ["mlp", "layer"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_gradients_are_the_same_bits_whatever_is_computed_again(
+    rank: int, checkpoint: Recompute, dtype: torch.dtype
+) -> None:
+    less = _gradients(rank, checkpoint, dtype)
+    assert less
+    for name, grad in _gradients(rank, "none", dtype).items():
+        assert torch.equal(less[name], grad), name
+
+
+def test_values_of_one_function_are_made_together_and_each_is_dropped_after_its_last_use() -> None:
+    a, b, c = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+    x = torch.randn(6, 5, requires_grad=True)
+    calls: list[int] = []
+
+    def make() -> tuple[torch.Tensor, ...]:
+        calls.append(1)
+        h = x.detach().exp()
+        return h, a(h)
+
+    again = Again(make, "cpu")
+    h = x.exp()
+    with again.instead_of(h):
+        half = a(h)
+    with again.instead_of(half):
+        parts = b(half).sum(), c(half).sum()
+    sum(parts).backward(retain_graph=True)
+    assert (len(calls), again._made) == (1, {})
+    parts[0].backward(retain_graph=True)
+    assert set(again._made) == {1}  # for c, which did not come
+    sum(parts).backward()
+    want = torch.autograd.grad(3 * b(a(x.exp())).sum() + 2 * c(a(x.exp())).sum(), x)[0]
+    torch.testing.assert_close(x.grad, want)
 
 
 def test_a_value_is_made_again_once_for_all_its_uses_and_each_backward_pass() -> None:

@@ -27,7 +27,6 @@ LOSS_TOLERANCE = 1e-4  # relative, of the loss and of the gradient's norm
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "OMP_WAIT_POLICY": "passive",  # of both sides: neighbours on a shared machine disturb less
 }
 LEARNING_RATE = 1e-9  # every part of a step is done, and repetitions stay comparable
 

@@ -76,7 +76,7 @@ def carry_out(job: Job, folder: Path, retries: int, note: Note, processes: Proce
         name = job.name if len(job.runs) == 1 else f"{job.name}, stage {i + 1} of {len(job.runs)}"
         stem = folder / f"{job.name}_{i}"
         write_atomic(stem.with_suffix(".toml"), cfg.to_toml())
-        command = [sys.executable, "-m", "coterie.cli", "train"]
+        command = [sys.executable, "-m", "coterie", "train"]
         command += [str(stem.with_suffix(".toml")), "--json"]
         resumed = (Path(cfg.run_dir) / "config.toml").exists()
         note(f"{name}: {'resumed' if resumed else 'started'} ({cfg.steps} steps{f', GPU {gpu}' if gpu else ''})")

@@ -71,7 +71,7 @@ def start(config: Path, overrides: Sequence[str], cfg: Config, nodes: int) -> li
             "swarm.path": base / "swarm.sqlite",
         }
         flags = [x for k, v in own.items() for x in (f"--{k}", str(v))]
-        command = [sys.executable, "-m", "coterie.cli", "train", str(config), *overrides, *flags]
+        command = [sys.executable, "-m", "coterie", "train", str(config), *overrides, *flags]
         with open(log, "ab") as out:
             children.append(Child(run_dir, log, _spawn(command, out, threads)))
     return children
