@@ -11,7 +11,7 @@ from engine_models import tiny_model
 
 from coterie import rectangles as cutting
 from coterie import trunk
-from coterie.batching import Batch, collate
+from coterie.batching import Batch, collate, micro_batches
 from coterie.config import ModelConfig
 from coterie.forward import Forward
 from coterie.models_io import add_lora
@@ -105,6 +105,38 @@ def test_activation_checkpointing_changes_nothing(kind: str) -> None:
         assert not model.training and not model.is_activation_checkpointing  # RO-13: generation never sees it
     assert relative_error(grads[1], grads[0]) < 1e-6
     assert relative_error(grads[2], grads[0]) < 1e-6
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("padding", [None, 5])
+def test_gradients_of_the_vocabulary_add_up_over_micro_batches(padding: int | None, tied: bool) -> None:
+    """The library gives a padding id no gradient as an input, also where prompts hold it; as an output it has one."""
+    model = tiny_model("llama").eval()
+    if not tied:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.model.embed_tokens.padding_idx = padding
+    batch = mixed_batch()
+    exact = double(model)
+    for _ in range(2):
+        loss_of(naive_stats(exact, batch)[0], batch).backward()
+    forward = Forward(model)
+    for _ in range(2):
+        for part in micro_batches(batch, 25):
+            got = forward(part)
+            assert got.layout == "packed"
+            loss_of(got.logprobs, part).backward()
+    assert exact.model.embed_tokens.weight.grad[7].abs().sum() > 0
+    assert relative_error(gradients(model), gradients(exact)) < 1e-5
+
+
+def test_a_table_that_is_more_than_a_table_is_left_to_the_library() -> None:
+    model = tiny_model("llama").eval()
+    forward = Forward(model)
+    forward(mixed_batch())
+    seen = []
+    model.model.embed_tokens.register_forward_hook(lambda *_: seen.append(1))
+    assert forward(mixed_batch()).layout == "packed"
+    assert seen
 
 
 def test_prompt_is_computed_once_and_the_last_token_never() -> None:
