@@ -6,13 +6,17 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from batch_kit import C, H, P, advantages_for, double, gradients, group, naive_stats, relative_error, trajectory
 from engine_models import tiny_model
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
+from coterie import attention, trunk
 from coterie import rectangles as cutting
-from coterie import trunk
+from coterie.attention import BlockSparse, ByRectangles
 from coterie.batching import Batch, collate, micro_batches
-from coterie.config import ModelConfig
+from coterie.config import ModelConfig, Recompute
 from coterie.forward import Forward
 from coterie.models_io import add_lora
 from coterie.packing import Packed, pack
@@ -89,6 +93,56 @@ def test_all_layouts_of_one_model_agree(layout: str) -> None:
     got = forward._stats(batch, pack(batch), layout, "none")
     loss_of(got.logprobs, batch).backward()
     assert relative_error(gradients(model), gradients(exact)) < 1e-5
+
+
+def dense_scores(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: float, enable_gqa: bool) -> Tensor:
+    """What FlexAttention computes; it has no backward pass on a CPU."""
+    N = q.shape[2]
+    seen = create_mask(block_mask.mask_mod, None, None, N, N, device="cpu")
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "mlp", "layer"])
+@pytest.mark.parametrize("kind", [k for k, layout in LAYOUT.items() if layout == "packed"])
+def test_one_mask_over_all_tokens_as_on_a_gpu_gives_the_same_numbers(
+    kind: str, checkpoint: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    def block_sparse(packed: Packed, *_: object) -> BlockSparse:
+        used.append(packed.tokens)
+        return BlockSparse(packed)
+
+    monkeypatch.setattr(trunk, "attention_over", block_sparse)
+    monkeypatch.setattr(attention, "_flex", lambda: dense_scores)
+    model = tiny_model(kind).eval()
+    exact = double(model)
+    for batch in (mixed_batch(), of_lengths((140, [30, 2]), (4, [13, 12, 2]), (5, [11]))):  # more than one tile
+        want = naive_stats(exact, batch)
+        loss_of(want[0], batch).backward()
+        got = Forward(model)(batch, checkpoint=checkpoint)
+        loss_of(got.logprobs, batch).backward()
+        assert got.layout == "packed" and used[-1] == got.tokens
+        assert torch.allclose(got.logprobs.double(), want[0], rtol=1e-5, atol=2e-5)
+        assert relative_error(gradients(model), gradients(exact)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_sees_what_the_mask_says_and_leaves_blocks_out() -> None:
+    """The library's own code, without its compiler: forward only."""
+    packed = pack(of_lengths((300, [200, 190, 150]), (20, [130])))
+    kind = BlockSparse(packed)
+    assert kind._mask.sparsity() > 40  # per cent; causal attention over as many tiles leaves less out
+    q, k, v = (torch.randn(1, heads, kind.rows, 16) for heads in (4, 2, 2))
+    got = flex_attention(q, k, v, block_mask=kind._mask, scale=0.3, enable_gqa=True)
+    assert torch.allclose(got, dense_scores(q, k, v, block_mask=kind._mask, scale=0.3, enable_gqa=True), atol=1e-5)
+
+
+def test_where_flex_attention_does_not_run_dense_rectangles_are_used_and_that_is_said() -> None:
+    attention.flex_runs.cache_clear()
+    with pytest.warns(UserWarning, match=r"FlexAttention does not run here \(.*backward on CPU.*\); dense rectangles"):
+        assert not attention.flex_runs("cpu")
+    attention.flex_runs.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral-window"])
@@ -219,9 +273,7 @@ def test_any_cut_into_rectangles_and_blocks_gives_the_same_numbers(
 def test_masks_of_long_answers_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 answers of 2048 tokens to a prompt of 256 with 3 query heads a key head: a whole mask would take 453 MB."""
     packed = pack(of_lengths((256, [2049] * 8)))
-    config = tiny_model("llama").config
-    config.num_attention_heads, config.num_key_value_heads = 3, 1
-    masks = [m for of_rectangle in trunk._masks(config, packed) for m in of_rectangle]
+    masks = [m for of_rectangle in ByRectangles(packed, 3, packed.tokens).masks for m in of_rectangle]
     held = {m.untyped_storage().data_ptr(): m.untyped_storage().nbytes() for m in masks}
     assert sum(held.values()) < 10e6
     assert packed.cells < 0.62 * one_cut(packed, monkeypatch)

@@ -196,7 +196,9 @@ class CompiledDecoder:
         def room(owners: int, tokens: int) -> tuple[F32, F32, int]:
             held = (-(-tokens // LANES) | 1) * LANES  # an odd number of panels: powers of two would share cache sets
             each = layers * owners * heads * held
-            return np.empty(each * dim, np.float32), np.empty(each * _ceil(dim, LANES), np.float32), held
+            # From torch: numpy asks for pages of 2 MiB, and then room that no token comes to takes memory too.
+            keys, values = torch.empty(each * dim), torch.empty(each * _ceil(dim, LANES))
+            return keys.numpy(), values.numpy(), held
 
         cos, sin = np.ascontiguousarray(angles.real.numpy()), np.ascontiguousarray(angles.imag.numpy())
         theirs, mine = room(len(lengths), max(lengths)), room(rows, max_new_tokens)
