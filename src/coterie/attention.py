@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from coterie.cpu_linear import even_rows
 from coterie.packing import Packed, branches
@@ -59,7 +59,7 @@ class BlockSparse:
             mine = (branch[key] == -1) | (branch[key] == branch[query])
             return (query >= key) & (tree[query] == tree[key]) & mine
 
-        self._mask = create_block_mask(seen, None, None, self.rows, self.rows, device=tree.device, BLOCK_SIZE=_TILE)
+        self._mask = _tiles(seen, self.rows, tree.device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k.to(q.dtype), v.to(q.dtype)))  # [1, H, N, d]
@@ -67,6 +67,25 @@ class BlockSparse:
 
     def gathered(self, pieces: Sequence[Tensor]) -> Tensor:
         return pieces[0][0].transpose(0, 1).flatten(1)
+
+
+def _tiles(seen: Callable[..., Tensor], n: int, device: torch.device) -> BlockMask:
+    """What the library's ``create_block_mask`` gives for ``n`` tokens, without ever holding [n, n]."""
+    every = torch.arange(n, device=device)  # [n]
+    some, all_of = [], []
+    for queries in torch.split(every, _TILE):
+        pairs = seen(None, None, queries[:, None], every).view(_TILE, -1, _TILE)  # [tile, n / tile, tile]
+        some.append(pairs.any(2).any(0))
+        all_of.append(pairs.all(2).all(0))
+    whole = torch.stack(all_of)  # [n / tile, n / tile] tiles that need no mask
+    partly = torch.stack(some) & ~whole
+
+    def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """How many tiles each row of them has, and which, those first: [1, 1, T] and [1, 1, T, T]"""
+        order = tiles.int().argsort(dim=1, descending=True, stable=True)
+        return tiles.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+    return BlockMask.from_kv_blocks(*listed(partly), *listed(whole), BLOCK_SIZE=_TILE, mask_mod=seen)
 
 
 @functools.cache
@@ -80,7 +99,7 @@ def flex_runs(device: str) -> bool:
     """Whether FlexAttention compiles here and has a backward pass; says so, once, if not."""
     q = torch.zeros(1, 1, _TILE, _NARROWEST, device=device, requires_grad=True)
     try:
-        _flex()(q, q, q).sum().backward()
+        torch.autograd.grad(_flex()(q, q, q).sum(), q)
     except Exception as e:  # whatever the compiler, its own compiler, or the driver raises
         cause = e.__context__ or e
         why = (str(cause) or type(cause).__name__).strip().splitlines()[0]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from batch_kit import C, H, P, advantages_for, double, gradients, group, naive_stats, relative_error, trajectory
 from engine_models import tiny_model
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from coterie import attention, trunk
 from coterie import rectangles as cutting
@@ -132,6 +132,9 @@ def test_flex_attention_sees_what_the_mask_says_and_leaves_blocks_out() -> None:
     """The library's own code, without its compiler: forward only."""
     packed = pack(of_lengths((300, [200, 190, 150]), (20, [130])))
     kind = BlockSparse(packed)
+    want = create_block_mask(kind._mask.mask_mod, None, None, kind.rows, kind.rows, device="cpu")
+    for have, expect in zip(kind._mask.as_tuple(), want.as_tuple(), strict=True):
+        assert callable(have) or (torch.equal(have, expect) if isinstance(have, Tensor) else have == expect)
     assert kind._mask.sparsity() > 40  # per cent; causal attention over as many tiles leaves less out
     q, k, v = (torch.randn(1, heads, kind.rows, 16) for heads in (4, 2, 2))
     got = flex_attention(q, k, v, block_mask=kind._mask, scale=0.3, enable_gqa=True)
