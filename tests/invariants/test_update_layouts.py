@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from batch_kit import C, H, P, advantages_for, double, gradients, group, naive_stats, relative_error, trajectory
 from engine_models import tiny_model
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from coterie import attention, trunk
@@ -139,6 +141,31 @@ def test_flex_attention_sees_what_the_mask_says_and_leaves_blocks_out() -> None:
     q, k, v = (torch.randn(1, heads, kind.rows, 16) for heads in (4, 2, 2))
     got = flex_attention(q, k, v, block_mask=kind._mask, scale=0.3, enable_gqa=True)
     assert torch.allclose(got, dense_scores(q, k, v, block_mask=kind._mask, scale=0.3, enable_gqa=True), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="PyTorch compiles it for a CPU with g++")
+@torch.no_grad()
+def test_compiled_flex_attention_agrees_and_is_not_compiled_again_for_every_size() -> None:
+    """For a CPU the library compiles the forward pass only."""
+    counters.clear()
+    for prompt, answers in (
+        (40, [20, 10]),
+        (200, [100, 90]),
+        (300, [400]),
+        (500, [700]),
+        (900, [600]),
+        (1000, [800, 300]),
+    ):
+        kind = BlockSparse(pack(of_lengths((prompt, answers))))
+        q, k, v = (torch.randn(1, heads, kind.rows, 16) for heads in (4, 2, 2))
+        got, want = (
+            flex(q, k, v, block_mask=kind._mask, scale=0.3, enable_gqa=True)
+            for flex in (attention._flex(), dense_scores)
+        )
+        assert torch.allclose(got, want, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] <= 2  # the first size, then one for all sizes
 
 
 def test_where_flex_attention_does_not_run_dense_rectangles_are_used_and_that_is_said() -> None:
