@@ -90,11 +90,14 @@ def _tiles(seen: Callable[..., Tensor], n: int, device: torch.device) -> BlockMa
 
 @functools.cache
 def _flex() -> Callable[..., Tensor]:
+    # Each kind of heads, with and without autocast or gradients, takes two compilations.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     # With fullgraph, too many sizes are an error; without, they end in the version that holds every score, unasked.
     return torch.compile(flex_attention, fullgraph=True)
 
 
 @functools.cache
+@torch.enable_grad()
 def flex_runs(device: str) -> bool:
     """Whether FlexAttention compiles here and has a backward pass; says so, once, if not."""
     q = torch.zeros(1, 1, _TILE, _NARROWEST, device=device, requires_grad=True)

@@ -258,12 +258,16 @@ def bench(
     known = ("score", "round", "swarm", "merge", "verdict")
     if name not in known:
         raise UserError(f"bench {name}: unknown; one of {', '.join(known)}")
-    measure = importlib.import_module(f"coterie.bench.{name}").run
-    result = measure(**_options(name, ctx.args, list(inspect.signature(measure).parameters)))
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"bench {name}: --out {out}: there is no such folder")
+    module = importlib.import_module(f"coterie.bench.{name}")
+    result = module.run(**_options(name, ctx.args, list(inspect.signature(module.run).parameters)))
     if out is not None:
         out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if as_json:
         emit(result)
+    elif hasattr(module, "table"):
+        make_console().print(module.table(result))
     else:
         make_console().print_json(data=result)
 

@@ -25,5 +25,7 @@ def hand_back(model: Any) -> None:
 
 def gradient_there(weight: Tensor) -> Tensor | None:
     """What earlier micro-batches left in ``weight.grad``, if a backward pass may add to it itself, in float32: then no
-    second tensor of the vocabulary's size is made, and autograd gets None."""
-    return weight.grad if weight.is_leaf and weight.dtype == torch.float32 else None
+    second tensor of the vocabulary's size is made, and autograd gets None. Not where a hook waits for the gradient; and
+    ``torch.autograd.grad`` sees it only while ``weight.grad`` is None."""
+    plain = weight.is_leaf and weight.dtype == torch.float32 and not weight._backward_hooks
+    return weight.grad if plain else None

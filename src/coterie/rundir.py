@@ -51,7 +51,10 @@ class RunDir:
             if (self.path / "DONE").exists():
                 self._check_further(before, cfg)
             changed = [k for k in Config.model_fields if k not in _MAY_CHANGE and getattr(before, k) != getattr(cfg, k)]
-            if changed:
+            begun = any(
+                p != config and not p.name.startswith(".") for p in self.path.iterdir()
+            )  # not only a failed start
+            if changed and begun:
                 raise UserError(
                     f"run_dir {self.path}: holds a run with another config (differs in {', '.join(changed)}); "
                     "choose another --run_dir"

@@ -137,7 +137,8 @@ def _kept(value: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[N
 def _embedded(module: Any, ids: Tensor) -> Tensor:
     """``module(ids)`` [n, D]; gradients of a plain table go straight to its rows."""
     plain = type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
-    if not plain or module.sparse or module._forward_hooks:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    if not plain or module.sparse or any(hooks):
         return module(ids)  # type: ignore[no-any-return]
     out: Tensor = _Embedding.apply(module.weight, ids, module.padding_idx)  # type: ignore[no-untyped-call]
     return out

@@ -223,6 +223,28 @@ def test_a_table_that_is_more_than_a_table_is_left_to_the_library() -> None:
     assert seen
 
 
+def test_hooks_on_the_vocabulary_see_every_gradient() -> None:
+    model = tiny_model("llama").eval()
+    batch = mixed_batch()
+    exact = double(model)
+    for m in (model, exact):
+        m.model.embed_tokens.weight.register_hook(lambda g: g * 0.5)
+    forward = Forward(model)
+    for _ in range(2):
+        loss_of(naive_stats(exact, batch)[0], batch).backward()
+        loss_of(forward(batch).logprobs, batch).backward()
+    assert relative_error(gradients(model), gradients(exact)) < 1e-5
+
+
+def test_whether_flex_attention_runs_does_not_depend_on_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to ask is the check of the layouts, which needs no gradients."""
+    monkeypatch.setattr(attention, "_flex", lambda: F.scaled_dot_product_attention)
+    attention.flex_runs.cache_clear()
+    with torch.no_grad():
+        assert attention.flex_runs("cpu")
+    attention.flex_runs.cache_clear()
+
+
 def test_prompt_is_computed_once_and_the_last_token_never() -> None:
     prompt = list(range(2, 12))
     batch = collate([group("a", *(trajectory(prompt, [20 + i, 30, 1]) for i in range(4)))], [[1.0] * 4], "me")

@@ -21,6 +21,15 @@ def test_finished_run_is_never_overwritten_but_can_be_extended(tmp_path):
     assert not (tmp_path / "run" / "DONE").exists()
 
 
+def test_a_start_that_failed_before_anything_was_written_does_not_bind_the_folder(tmp_path):
+    RunDir(cfg(tmp_path, "--model.device", "cuda")).close()
+    run = RunDir(cfg(tmp_path, "--model.device", "cpu"))
+    run.append("metrics.jsonl", [{"step": 0}])
+    run.close()
+    with pytest.raises(UserError, match=r"another config \(differs in model\)"):
+        RunDir(cfg(tmp_path, "--model.device", "cuda"))
+
+
 def test_a_run_that_has_spent_its_tokens_says_so_and_which_setting_to_raise(tmp_path):
     run = RunDir(cfg(tmp_path, "--tokens", "5000"))
     run.append("metrics.jsonl", [{"step": s} for s in range(3)])
@@ -43,7 +52,9 @@ def test_steps_are_what_ended_a_run_that_has_made_them_all(tmp_path):
 
 
 def test_other_config_is_refused_and_named(tmp_path):
-    RunDir(cfg(tmp_path)).close()
+    run = RunDir(cfg(tmp_path))
+    run.append("metrics.jsonl", [{"step": 0}])
+    run.close()
     with pytest.raises(UserError, match="differs in optim"):
         RunDir(cfg(tmp_path, "--optim.lr", "0.5"))
     RunDir(cfg(tmp_path, "--threads", "1")).close()

@@ -20,7 +20,6 @@ from typing import Any
 from rich.table import Table
 
 from coterie.config import Recompute
-from coterie.console import make_console
 from coterie.errors import CoterieError, UserError
 
 LOSS_TOLERANCE = 1e-4  # relative, of the loss and of the gradient's norm
@@ -78,7 +77,10 @@ def run(
     Raises:
         UserError: unknown case, or no environment for TRL. CoterieError: a side failed, or the results disagree.
     """
-    names = cases.split(",")
+    for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 0), ("threads", threads, 0)):
+        if not isinstance(value, int) or value < least:
+            raise UserError(f"bench round: --{name} {value}: expected a whole number from {least}")
+    names = str(cases).split(",")
     if unknown := [n for n in names if n not in CASES]:
         raise UserError(f"bench round: unknown case {unknown[0]!r}; one of {', '.join(CASES)}")
     python = Path(trl or ".venv-bench/bin/python")
@@ -86,12 +88,16 @@ def run(
         raise UserError(
             f"bench round: {python} does not exist; run `make bench-env`, or name an interpreter with --trl"
         )
+    if folder:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"bench round: --folder {folder}: cannot be made ({e.strerror})") from e
     results = {}
     for name in names:
         file = Path(folder) / f"{name}.json" if folder else None
         case = replace(CASES[name], threads=threads or CASES[name].threads)
         results[name] = _measure(name, case, repeats, warmup, bool(checkpointing), python, file)
-    make_console(stderr=True).print(table(results))
     return results
 
 
