@@ -181,7 +181,7 @@ class OptimConfig(Section):
     token_budget: int = Field(16384, ge=1)
     """Most tokens of a micro-batch. Changes memory and speed, never the update."""
     activation_checkpointing: Recompute = "none"
-    """Activations made again in the backward pass. `mlp`: all after a layer's attention, more than half, for about a sixth
+    """Activations made again in the backward pass. `mlp`: all after a layer's attention, more than half, for up to a sixth
     more time. `layer`: all but one state per layer and token, about a third more. Without a packed layout: layers."""
 
 
