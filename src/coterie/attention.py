@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from coterie.cpu_linear import even_rows
+from coterie.models_io import head_dim
 from coterie.packing import Packed, branches
 from coterie.rectangles import Grid, Rectangle
 
@@ -42,8 +43,7 @@ class Attention(Protocol):
 
 def attention_over(packed: Packed, config: Any, x: Tensor) -> Attention:
     """The kind that suits the model's heads and the device of its first hidden states ``x [n, D]``."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if x.device.type == "cuda" and width >= _NARROWEST and flex_runs("cuda"):
+    if x.device.type == "cuda" and head_dim(config) >= _NARROWEST and flex_runs("cuda"):
         return BlockSparse(packed)
     return ByRectangles(packed, config.num_attention_heads // config.num_key_value_heads, even_rows(x))
 
@@ -59,11 +59,11 @@ class BlockSparse:
             mine = (branch[key] == -1) | (branch[key] == branch[query])
             return (query >= key) & (tree[query] == tree[key]) & mine
 
-        self._mask = _tiles(seen, self.rows, tree.device)
+        self.mask = _tiles(seen, self.rows, tree.device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k.to(q.dtype), v.to(q.dtype)))  # [1, H, N, d]
-        return [_flex()(q, k, v, block_mask=self._mask, scale=scale, enable_gqa=True)]  # [1, Hq, N, d]
+        return [_flex()(q, k, v, block_mask=self.mask, scale=scale, enable_gqa=True)]  # [1, Hq, N, d]
 
     def gathered(self, pieces: Sequence[Tensor]) -> Tensor:
         return pieces[0][0].transpose(0, 1).flatten(1)

@@ -23,6 +23,7 @@ from coterie.batching import Batch, Normalizers
 from coterie.config import Recompute
 from coterie.errors import UserError
 from coterie.lmhead import token_logprobs
+from coterie.models_io import head_dim
 from coterie.packing import Packed, branches, pack
 from coterie.rectangles import Grid
 from coterie.trunk import FAMILY, packed_hidden
@@ -149,8 +150,7 @@ class Forward:
         """What a token and a pair of query and key cost; only models with another layout than padded need to have these."""
         config, inner = self.model.config, self.model.base_model
         self._weights = sum(p.numel() for p in inner.parameters()) - self.model.get_input_embeddings().weight.numel()
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._width = config.num_hidden_layers * config.num_attention_heads * head
+        self._width = config.num_hidden_layers * config.num_attention_heads * head_dim(config)
 
 
 def _padded(model: Any, batch: Batch, hidden: bool = True) -> Tensor:

@@ -72,6 +72,11 @@ def context_of(name: str) -> int | None:
     return int(found) if found is not None else None
 
 
+def head_dim(config: Any) -> int:
+    """Values of one attention head; not every family's config says it."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def load_model(name: str, device: torch.device) -> Any:
     """A causal LM in float32, in eval mode, with all dropout off (a policy's log-probs are those it samples from).
 

@@ -8,7 +8,7 @@ of an MLP's last product from its two halves. Computing just those again takes a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class Again:
         return self._made[at] if self._left[at] else self._made.pop(at)
 
 
-def not_kept(value: Tensor, make: Callable[[], Tensor]) -> Any:
+def not_kept(value: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[None]:
     """Operations inside do not keep ``value`` for their backward pass; ``make()`` gives it again, bit for bit."""
     return Again(lambda: [make()], value.device.type).instead_of(value)
 

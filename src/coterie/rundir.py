@@ -51,10 +51,8 @@ class RunDir:
             if (self.path / "DONE").exists():
                 self._check_further(before, cfg)
             changed = [k for k in Config.model_fields if k not in _MAY_CHANGE and getattr(before, k) != getattr(cfg, k)]
-            begun = any(
-                p != config and not p.name.startswith(".") for p in self.path.iterdir()
-            )  # not only a failed start
-            if changed and begun:
+            others = [p for p in self.path.iterdir() if p != config and not p.name.startswith(".")]
+            if changed and others:  # none: a start that failed, and wrote nothing that could be lost
                 raise UserError(
                     f"run_dir {self.path}: holds a run with another config (differs in {', '.join(changed)}); "
                     "choose another --run_dir"

@@ -134,13 +134,13 @@ def test_flex_attention_sees_what_the_mask_says_and_leaves_blocks_out() -> None:
     """The library's own code, without its compiler: forward only."""
     packed = pack(of_lengths((300, [200, 190, 150]), (20, [130])))
     kind = BlockSparse(packed)
-    want = create_block_mask(kind._mask.mask_mod, None, None, kind.rows, kind.rows, device="cpu")
-    for have, expect in zip(kind._mask.as_tuple(), want.as_tuple(), strict=True):
+    want = create_block_mask(kind.mask.mask_mod, None, None, kind.rows, kind.rows, device="cpu")
+    for have, expect in zip(kind.mask.as_tuple(), want.as_tuple(), strict=True):
         assert callable(have) or (torch.equal(have, expect) if isinstance(have, Tensor) else have == expect)
-    assert kind._mask.sparsity() > 40  # per cent; causal attention over as many tiles leaves less out
+    assert kind.mask.sparsity() > 40  # per cent; causal attention over as many tiles leaves less out
     q, k, v = (torch.randn(1, heads, kind.rows, 16) for heads in (4, 2, 2))
-    got = flex_attention(q, k, v, block_mask=kind._mask, scale=0.3, enable_gqa=True)
-    assert torch.allclose(got, dense_scores(q, k, v, block_mask=kind._mask, scale=0.3, enable_gqa=True), atol=1e-5)
+    got = flex_attention(q, k, v, block_mask=kind.mask, scale=0.3, enable_gqa=True)
+    assert torch.allclose(got, dense_scores(q, k, v, block_mask=kind.mask, scale=0.3, enable_gqa=True), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_compiled_flex_attention_agrees_and_is_not_compiled_again_for_every_size
         kind = BlockSparse(pack(of_lengths((prompt, answers))))
         q, k, v = (torch.randn(1, heads, kind.rows, 16) for heads in (4, 2, 2))
         got, want = (
-            flex(q, k, v, block_mask=kind._mask, scale=0.3, enable_gqa=True)
+            flex(q, k, v, block_mask=kind.mask, scale=0.3, enable_gqa=True)
             for flex in (attention._flex(), dense_scores)
         )
         assert torch.allclose(got, want, atol=1e-5)

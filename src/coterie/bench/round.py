@@ -83,19 +83,19 @@ def run(
     names = str(cases).split(",")
     if unknown := [n for n in names if n not in CASES]:
         raise UserError(f"bench round: unknown case {unknown[0]!r}; one of {', '.join(CASES)}")
-    python = Path(trl or ".venv-bench/bin/python")
+    python = Path(str(trl or ".venv-bench/bin/python"))
     if not python.is_file():
         raise UserError(
             f"bench round: {python} does not exist; run `make bench-env`, or name an interpreter with --trl"
         )
     if folder:
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(str(folder)).mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UserError(f"bench round: --folder {folder}: cannot be made ({e.strerror})") from e
     results = {}
     for name in names:
-        file = Path(folder) / f"{name}.json" if folder else None
+        file = Path(str(folder)) / f"{name}.json" if folder else None
         case = replace(CASES[name], threads=threads or CASES[name].threads)
         results[name] = _measure(name, case, repeats, warmup, bool(checkpointing), python, file)
     return results
@@ -134,7 +134,6 @@ def _measure(
                 raise CoterieError(f"bench round: prompts of {prepared['prompt_tokens']} tokens here, of {seen} in TRL")
             data["summary"] = summary(data)
             if file is not None:  # after each, so that a run cut short leaves what it has
-                file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         own.stop()
         other.stop()

@@ -12,6 +12,8 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from coterie.models_io import head_dim
+
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # tables that do not depend on the text's length
 
@@ -125,7 +127,7 @@ def lay_out(model: Any, dtype: torch.dtype) -> Weights:
     """Copy the weights of a model that :func:`why_not` accepts."""
     lm = _causal_lm(model)
     config = lm.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = head_dim(config)
     return Weights(
         embedding=lm.model.embed_tokens.weight.detach(),
         layers=[_layer(layer, dtype) for layer in lm.model.layers],
@@ -134,8 +136,8 @@ def lay_out(model: Any, dtype: torch.dtype) -> Weights:
         eps=config.rms_norm_eps,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        rotary=Rotary(lm.model.rotary_emb, head_dim, lm.model.embed_tokens.weight.device),
+        head_dim=width,
+        rotary=Rotary(lm.model.rotary_emb, width, lm.model.embed_tokens.weight.device),
         dtype=dtype,
         device=lm.model.embed_tokens.weight.device,
     )
